@@ -17,7 +17,7 @@ import mpkit as mk
 from mpkit.plan.constructors import ELSEWHERE
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.strategies.prepare.arguments.arguments import check_plan
+from mpkit.strategies.prepare.arguments import check_plan
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
 

@@ -30,7 +30,7 @@ from examples.flexflow.layer import Split
 from mpkit.launch.session.cluster import Cluster
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.gpt import Block, Embedding, Head
-from mpkit.strategies.prepare.optimizer.creation import create_optimizer, is_elementwise
+from mpkit.strategies.prepare.optimizer import create_optimizer, is_elementwise
 
 if TYPE_CHECKING:
     from examples.flexflow.result import LayerStrategies

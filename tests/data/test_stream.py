@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import mpkit as mk
-from mpkit.strategies.prepare.arguments import batches as reading
+from mpkit.strategies.prepare import batches as reading
 from tests.recipes import sgd
 
 Batch = tuple[Tensor, Tensor]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpkit.strategies.prepare.dry_run.isolation import quiet
-from mpkit.strategies.prepare.hooks import check_global_hooks
+from mpkit.strategies.prepare.checks import check_global_hooks
+from mpkit.strategies.prepare.isolation import quiet
 from mpkit.trace.record.flops import count
 from tests.limits import EVENT
 

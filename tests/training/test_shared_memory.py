@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.strategies.prepare.checks import find_shared_memory
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.prepare.shared_memory import find_shared_memory
 from tests.recipes import adamw, sgd
 from tests.serial import Train
 

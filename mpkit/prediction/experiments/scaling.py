@@ -219,7 +219,7 @@ def _plan_of(plan: Any) -> Plan:
 def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
     """Enlarge the batches by the ratio of the numbers of ranks, by repeating the same samples."""
     from mpkit.strategies.data.microbatch import map_tensors
-    from mpkit.strategies.prepare.arguments.batches import take_batches
+    from mpkit.strategies.prepare.batches import take_batches
 
     if ranks % least:
         raise ValueError(

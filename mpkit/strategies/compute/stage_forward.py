@@ -25,7 +25,7 @@ from mpkit.strategies.loss.quotient import shares
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.randomness import Draws, OtherDraws, Randomness
 from mpkit.strategies.models.step_facts import StepFacts
-from mpkit.strategies.partition.boundary import Boundary
+from mpkit.strategies.partition.value import Boundary
 from mpkit.strategies.stage.partitioned_stage import PartitionedStage
 from mpkit.strategies.stage.stage import PRECISIONS, Stage, arguments_of, cast, onto_device
 from mpkit.trace.record.flops import Flops

@@ -1,7 +1,8 @@
 """Feed: this rank's share of each step's batch, in micro-batches.
 
     split     divide the batch into micro-batches, and each of these among the replicas
-    load      load the share (`loader`); in a pipeline, only ranks with the first or the last stage do
+    load      read the share, here or ahead of time in worker processes; in a pipeline, only ranks with the first or
+              the last stage do. The time that the rank waits for it is an op of its own kind
     cut       cut its sequences, where ranks share those (context parallelism)
     account   record digests of what was taken, for `Run.data_digest`
 
@@ -11,17 +12,35 @@ sequences, they do so equally, and each has an equal part of that weight.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import ctypes
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.context.sequence import check_not_packed, sequence_part
 from mpkit.strategies.data.digest import SampleLog
-from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
-from mpkit.strategies.job.loader import Loader, Parts
+from mpkit.strategies.data.microbatch import (
+    Value,
+    batch_size,
+    leaves,
+    map_tensors,
+    part,
+    share,
+    signature,
+    split,
+)
+from mpkit.trace import Kind
+from mpkit.trace.record.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpkit.strategies.job.job import TrainJob
@@ -179,3 +198,98 @@ class Feed:
 def _shapes(key: Hashable) -> str:
     assert isinstance(key, tuple)
     return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for _, shape, dtype in key)
+
+
+# ---- load ----------------------------------------------------------------------------------------------------
+
+Parts = dict[tuple[int, int, int], tuple[Value, Value]]
+"""(inputs, targets) by their position in the batch: (start, stop, stride)."""
+
+
+class Loader:
+    """This rank's parts of each step's batch, in the order of the steps.
+
+    Args:
+        source: source of the batches.
+        wanted: returns which parts of a step's batch this rank takes.
+        steps: the steps that there will be.
+        record: this rank's recorder.
+        pins: whether the parts are to be copied to a GPU.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        wanted: Callable[[int], list[slice]],
+        steps: range,
+        record: Recorder,
+        *,
+        pins: bool,
+    ) -> None:
+        self._steps = _Steps(source, wanted)
+        self._order = steps
+        self._record, self._records = record, source.loads
+        self._workers, self._ahead = source.num_workers, source.prefetch
+        self._pins = pins and source.pin_memory
+        self._read: Iterator[Parts] | None = None
+
+    def load(self, step: int) -> Parts:
+        """Return what the rank takes of this step's batch."""
+        op = self._record.begin(Kind.DATA, "data") if self._records else -1
+        parts = self._next_parts() if self._workers else self._steps[step]
+        if self._pins and not self._workers:
+            parts = {
+                which: (_pin_memory(inputs), _pin_memory(targets))
+                for which, (inputs, targets) in parts.items()
+            }
+        if self._records:
+            nbytes = sum(t.nbytes for x, y in parts.values() for t in (*leaves(x), *leaves(y)))
+            self._record.end(op, nbytes=nbytes)
+        return parts
+
+    def close(self) -> None:
+        """End the workers."""
+        self._read = None
+
+    def _next_parts(self) -> Parts:
+        if self._read is None:
+            loader = DataLoader(
+                self._steps, batch_size=None, sampler=self._order, num_workers=self._workers,
+                collate_fn=_as_they_are, prefetch_factor=self._ahead, pin_memory=self._pins,
+                multiprocessing_context="fork", worker_init_fn=_die_with_the_rank,
+                generator=torch.Generator().manual_seed(0),
+            )  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads do not survive a fork
+                self._read = iter(loader)
+        return next(self._read)
+
+
+class _Steps(Dataset[Parts]):
+    """The parts that a rank takes, by step."""
+
+    def __init__(self, source: BatchSource, wanted: Callable[[int], list[slice]]) -> None:
+        self._source, self._wanted = source, wanted
+
+    def __getitem__(self, step: int) -> Parts:
+        """Read the parts of a step's batch now."""
+        return {
+            (which.start, which.stop, which.step or 1): self._source.part(step, which)
+            for which in self._wanted(step)
+        }
+
+
+def _pin_memory(value: Value) -> Value:
+    return map_tensors(Tensor.pin_memory, value)
+
+
+def _as_they_are(parts: Any) -> Any:
+    return parts
+
+
+def _die_with_the_rank(_worker: int) -> None:
+    """Let a worker end with its rank, however the rank ends; torch's own watchdog takes seconds."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """ResolvedPlan: a plan together with everything that follows from it for one model and its batches.
 
-`mpkit.strategies.prepare.resolve.resolve` builds it once. Whatever comes after (the checks, the metadata, the ranks)
+`mpkit.strategies.prepare.resolve` builds it once. Whatever comes after (the checks, the metadata, the ranks)
 reads it, and nobody works out again where the model is cut, what crosses the boundaries, or what a stage computes.
 
     mesh, schedule        which rank is where, and the order of its actions
@@ -19,8 +19,8 @@ from typing import NamedTuple
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.strategies.partition.boundary import Boundary, LayerNumbers, Route, SharedWeight
 from mpkit.strategies.partition.graph import PartitionedModel
+from mpkit.strategies.partition.value import Boundary, LayerNumbers, Route, SharedWeight
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace.record.flops import Flops, total
 

@@ -19,9 +19,8 @@ from mpkit.errors import MpkitError
 from mpkit.strategies.models.nested_values import Shape, bring_back, flatten, rebuild
 from mpkit.strategies.models.own_draws import spans_at
 from mpkit.strategies.models.randomness import Draws
-from mpkit.strategies.partition.boundary import Spec
 from mpkit.strategies.partition.graph import CallNode, Constant, Division, Leaf, PassedArgument
-from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
+from mpkit.strategies.partition.value import Spec, Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
 
 __all__ = ["Forward"]

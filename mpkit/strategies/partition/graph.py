@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpkit.strategies.models.nested_values import Shape
-from mpkit.strategies.partition.boundary import Route, SharedWeight, Spec
+from mpkit.strategies.partition.value import Route, SharedWeight, Spec
 from mpkit.trace.record.flops import Flops, total
 
 __all__ = ["CallNode", "Constant", "Division", "Graph", "Leaf", "New", "PartitionedModel", "PassedArgument"]

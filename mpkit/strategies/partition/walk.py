@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from mpkit.common.torch_private import _get_current_function_mode_stack
+from mpkit.common.torch_private import GENERATORS, _get_current_function_mode_stack
 from mpkit.strategies.models.nested_values import ATOMS, Shape, flatten, is_data
-from mpkit.strategies.partition.interception import intercept
 from mpkit.strategies.partition.value import Value
 
 __all__ = ["ForwardWalk", "OriginalForward", "current_walk", "prepare_modules"]
@@ -56,7 +58,7 @@ class ForwardWalk(TorchFunctionMode):
 
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
-        intercept(current_walk)
+        _intercept()
         self.checkpoints = 0  # how many of torch's checkpoints are around what runs now
         self._parameters = parameters
         self._caches: dict[int, Any] = {}  # objects that held no tensor when a node was given them
@@ -219,3 +221,44 @@ def _name_of(func: Any) -> str:
     """Return the name of an operation, such as "add", of a property, such as "shape", or of an autograd function."""
     name = getattr(func, "__name__", type(func).__name__)
     return name if name not in ("__get__", "apply") else getattr(func.__self__, "__name__", name)
+
+
+@cache
+def _intercept() -> None:
+    """Let walks see calls of autograd functions, and what a checkpoint is around, from now on, in this process.
+
+    Of an autograd function torch shows a mode only what its forward computes, which has no graph, so these operations
+    as nodes would have no gradients: the call as a whole is a node. Of a checkpoint the walk sees the blocks within,
+    one by one, and lets each be computed again.
+    """
+    inner = vars(Function)["apply"].__get__  # written in Python before torch 2.14, in C from then on
+    checkpoint: Any = torch.utils.checkpoint
+    # What checkpoint() calls: another function before torch 2.14.
+    name = next(each for each in GENERATORS if hasattr(checkpoint, each))
+    around = getattr(checkpoint, name)
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        walk = current_walk()
+        if walk is None:
+            return inner(None, cls)(*args, **kwargs)
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *rest = args
+            with contextmanager(_within_checkpoint)(walk):
+                return function(*rest)
+        return handle_torch_function(cls.apply, (), *args, **kwargs)
+
+    def around_checkpointed(*args: Any, **kwargs: Any) -> Any:
+        walk = current_walk()
+        return around(*args, **kwargs) if walk is None else _within_checkpoint(walk)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    setattr(checkpoint, name, around_checkpointed)
+
+
+def _within_checkpoint(walk: ForwardWalk) -> Iterator[None]:
+    """Yield once, as torch's own generator does, while what a checkpoint is around runs."""
+    walk.checkpoints += 1
+    try:
+        yield
+    finally:
+        walk.checkpoints -= 1

@@ -20,15 +20,42 @@ from mpkit.common.display import DrawnResult
 from mpkit.devices.placement_notes import across_nodes
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import long_axes
-from mpkit.strategies.placement.zero_shares import Share
 
 if TYPE_CHECKING:
     from mpkit.devices.hardware import Hardware, Link
 
-__all__ = ["Placement", "Talk", "brief", "place"]
+__all__ = ["STATES", "Placement", "Share", "Talk", "brief", "place", "sharded_states"]
 
 Parts = Mapping[str, str | Sequence[str]]
 """What a tp rank holds of each layer or parameter: one text for all ranks ("1/2 of its rows"), or one per tp rank."""
+
+
+STATES = ("parameters", "gradients", "optimizer states")
+"""The model states, in the order of the ZeRO paper's figure 1."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A parameter, and which replica holds which part of it.
+
+    Attributes:
+        name: its name in the model.
+        shape: the shape of the whole parameter.
+        parts: by replica, the first element of its part and the one after its last, in the flattened parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
+
+
+def sharded_states(zero: int) -> dict[str, bool]:
+    """Return which model states a ZeRO stage shards; the others are whole on every replica.
+
+    >>> sharded_states(2)
+    {'parameters': False, 'gradients': True, 'optimizer states': True}
+    """
+    return {state: zero >= least for state, least in zip(STATES, (3, 2, 1), strict=True)}
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.mesh_of_trace import holders_of, mesh_of
-from mpkit.strategies.placement.placed_ranks import Parts, Placement, place
-from mpkit.strategies.placement.zero_shares import shares_of
+from mpkit.strategies.placement.placed_ranks import Parts, Placement, Share, place
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
     from mpkit.strategies.stage.shard import Shard
 
-__all__ = ["placement", "placement_of", "shard_words", "shards_by"]
+__all__ = ["placement", "placement_of", "shard_words", "shards_by", "shares_of"]
 
 
 def placement(
@@ -132,4 +131,37 @@ def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
 def _words(shard: Shard) -> str:
     return f"{shard.axis_name} " + ", ".join(
         f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part)
+    )
+
+
+def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
+    """Return which replica holds which elements of each parameter of a one-stage model, as `mpkit.strategies.replicas`
+    does.
+
+    >>> from torch import nn
+    >>> from mpkit import Plan
+    >>> for share in shares_of(Plan.zero(3, 2), nn.Linear(2, 3)):
+    ...     print(share.name, share.parts)
+    weight ((0, 5), (5, 6))
+    bias ((0, 0), (0, 3))
+    """
+    import torch
+
+    from mpkit.strategies.models.chain import layers_of
+    from mpkit.strategies.replicas.flat import FlatLayout
+    from mpkit.strategies.replicas.units import by_bucket, by_site, sites_of
+    from mpkit.strategies.stage.stage import Stage
+
+    n = plan.shards
+    sites = sites_of({0: Stage(0, layers_of(model), torch.device("cpu"))})
+    parts: dict[int, tuple[tuple[int, int], ...]] = {}
+    units = by_site(sites) if plan.zero == 3 else by_bucket(sites, int(plan.bucket_mb * 2**20))
+    for unit in units:
+        layouts = [FlatLayout(unit.parameters, rank % n, n) for rank in range(plan.dp * plan.cp)]
+        for i, parameter in enumerate(unit.parameters):
+            parts[id(parameter)] = tuple(layout.own(i) for layout in layouts)
+    return tuple(
+        Share(name, tuple(parameter.shape), parts[id(parameter)])
+        for name, parameter in model.named_parameters()
+        if id(parameter) in parts
     )

@@ -1,13 +1,13 @@
 """Everything that is checked and counted before a rank starts. Begin with `prepare.py`.
 
-prepare       arguments, resolve, checks, job: the four phases
-arguments/    types and values of the arguments, the data that the steps use; `Task`, what the checks see of them
-resolve/      from the Plan to the ResolvedPlan, and to what the trace records
-dry_run/      copies of the model and runs on fake tensors: shapes, FLOPs, bytes
-partition/    where a model that is no chain is cut
-checks        the table; its rows are in `layers`, `hooks`, `recompute`, `outputs` and `resume`, and in
-                  optimizer/     is a step on parts of the model part of a step on the whole?
+prepare        arguments, resolve, checks, job: the four phases
+arguments      types and values of the arguments; `batches`, the data that the steps use; `task`, what the checks see
+resolve        from the Plan to the ResolvedPlan; `local_copy`, the model as a rank holds it
+observe        the model on fake tensors: shapes, FLOPs, bytes; `sample`, one sample's attentions and routed rows
+copies         copies of the model; `isolation`, running it without side effects
+partition/     where a model that is no chain is cut
+checks         the table of what only a check can stop; `optimizer`, what ranks may give it; `plan_warnings`
 loss_form      how ranks call the loss of a part of the batch
-proof_steps    which steps the run compares with serial training
-plan_warnings  warnings
+proof_steps    which steps the run compares with serial training, which stops all else
+metadata       what the trace records; `resume`, the checkpoint that a training goes on from
 """

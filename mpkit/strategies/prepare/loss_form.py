@@ -23,7 +23,7 @@ from mpkit.strategies.loss.mean import INDEXED, MeanLoss, SummedMeans
 from mpkit.strategies.loss.quotient import Quotient, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.prepare.arguments.task import LossForm, Rejection, Task
+from mpkit.strategies.prepare.task import LossForm, Rejection, Task
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 
 __all__ = ["OneMean", "copy_loss", "find_loss_form", "find_mean"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.prepare.arguments.task import Task
-from mpkit.strategies.prepare.resolve.attentions import attention_sizes
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.prepare.sample import observe_sample
+from mpkit.strategies.stage.recompute import chosen_blocks
 
-__all__ = ["warn_if_nothing_recomputed", "warn_if_unwise"]
+__all__ = ["count_recomputed", "warn_if_nothing_recomputed", "warn_if_unwise"]
 
 
 def warn_if_unwise(plan: Plan) -> None:
@@ -32,17 +35,28 @@ def warn_if_unwise(plan: Plan) -> None:
     )
 
 
-def warn_if_nothing_recomputed(resolved: ResolvedPlan, task: Task) -> None:
-    """Warn if a plan recomputes attentions and the model calls none."""
-    plan, model = resolved.plan, task.model
-    if plan.recompute != "selective":
-        return
-    everything = [[name for name, _ in model.named_parameters()]]
-    if sum(attention_sizes(model, task.batch[0], everything)[0]):
-        return
-    eager = ', or attn_implementation="sdpa" for a model of transformers' * hasattr(model, "config")
-    report(
-        f"{plan}: recompute='selective' computes calls of torch.nn.functional.scaled_dot_product_attention again, and "
-        f"{type(model).__name__} makes none: nothing is recomputed, and all activations are kept. Write "
-        f"{call_of(plan, {'recompute': 'full'})}{eager}"
-    )
+def count_recomputed(model: nn.Module, recompute: str) -> tuple[int, int]:
+    """Return how many of a model's repeated blocks are recomputed, and how many blocks there are."""
+    blocks = repeated_blocks(model)
+    return len(chosen_blocks(recompute, blocks)), len(blocks)
+
+
+def warn_if_nothing_recomputed(plan: Plan, model: nn.Module, inputs: Value) -> None:
+    """Warn if a plan recomputes attentions and the model calls none, or every k-th block and it has fewer than k."""
+    kind = type(model).__name__
+    if plan.recompute.startswith("every="):
+        recomputed, blocks = count_recomputed(model, plan.recompute)
+        if not recomputed:
+            have = f"has {blocks}" if blocks else "has none that mpkit.models.repeated_blocks finds"
+            report(
+                f"{plan}: one of so many repeated blocks is computed again, and {kind} {have}: nothing is recomputed, "
+                f"and all activations are kept. Write "
+                f"{call_of(plan, {'recompute': 'every=2' if blocks > 1 else 'full'})}"
+            )
+    elif plan.recompute == "selective" and not observe_sample(model, inputs).attentions:
+        eager = ', or attn_implementation="sdpa" for a model of transformers\'' * hasattr(model, "config")
+        report(
+            f"{plan}: recompute='selective' computes calls of torch.nn.functional.scaled_dot_product_attention again, "
+            f"and {kind} makes none: nothing is recomputed, and all activations are kept. Write "
+            f"{call_of(plan, {'recompute': 'full'})}{eager}"
+        )

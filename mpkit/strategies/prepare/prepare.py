@@ -2,7 +2,7 @@
 
     arguments     check their types and values, and that the model can be sent; take the data that the steps use
     resolve       determine all that follows from the plan: stages, shards of layers, shapes between stages, FLOPs
-    checks        reject what would not be equal to serial training (`mpkit.strategies.prepare.checks`)
+    checks        reject what the run's own proof would not stop, or not as well (`mpkit.strategies.prepare.checks`)
     job           where checkpoints are saved, which steps are compared with serial training, what the trace records
 
 All of this happens in the caller's process and does not change the caller's model or random state.
@@ -24,27 +24,27 @@ from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.quotient import Quotient
 from mpkit.strategies.models.experts import placed_experts
 from mpkit.strategies.models.hooks import parameter_hooks
-from mpkit.strategies.prepare.arguments.arguments import (
+from mpkit.strategies.prepare.arguments import (
+    check_ema,
     check_integers,
     check_loss,
     check_model,
+    check_on_step,
     check_plan,
     check_surroundings,
     check_update,
+    take_evaluation,
 )
-from mpkit.strategies.prepare.arguments.batches import check_split, is_stream, of_every_size, take_batches
-from mpkit.strategies.prepare.arguments.step_hooks import check_ema, check_on_step, take_evaluation
-from mpkit.strategies.prepare.arguments.task import Task, TrainOptions, raise_rejection
-from mpkit.strategies.prepare.checks import find_rejection
-from mpkit.strategies.prepare.dry_run.copies import ready_to_travel
-from mpkit.strategies.prepare.dry_run.isolation import on_threads, quiet
-from mpkit.strategies.prepare.hooks import check_global_hooks
+from mpkit.strategies.prepare.batches import check_split, is_stream, of_every_size, take_batches
+from mpkit.strategies.prepare.checks import check_global_hooks, find_rejection
+from mpkit.strategies.prepare.copies import ready_to_travel
+from mpkit.strategies.prepare.isolation import on_threads, quiet
 from mpkit.strategies.prepare.loss_form import find_loss_form
-from mpkit.strategies.prepare.plan_warnings import warn_if_nothing_recomputed
+from mpkit.strategies.prepare.metadata import describe_run
+from mpkit.strategies.prepare.optimizer import examine_optimizer
+from mpkit.strategies.prepare.plan_warnings import count_recomputed, warn_if_nothing_recomputed
 from mpkit.strategies.prepare.proof_steps import SpecialValues, check_verify, with_proof
-from mpkit.strategies.prepare.recompute import count_recomputed
-from mpkit.strategies.prepare.resolve.metadata import describe_run
-from mpkit.strategies.prepare.resolve.resolve import resolve
+from mpkit.strategies.prepare.resolve import resolve
 from mpkit.strategies.prepare.resume import (
     check_saving,
     facts_of,
@@ -52,6 +52,7 @@ from mpkit.strategies.prepare.resume import (
     name_training,
     take_up,
 )
+from mpkit.strategies.prepare.task import OptimizerTraits, Rejection, Task, TrainOptions, raise_rejection
 from mpkit.strategies.update.average import with_average
 
 __all__ = ["TrainJob", "prepare"]
@@ -105,9 +106,17 @@ def prepare(
         task.form = find_loss_form(resolved, task, special.mean)
         # ---- checks
         raise_rejection(find_rejection(resolved, task))
-        warn_if_nothing_recomputed(resolved, task)
+        examined = _examine(plan, task)
+        warn_if_nothing_recomputed(plan, sent, task.batch[0])
     # ---- job
-    return _build_job(resolved, task, asked, evaluation, special.found, gpu, options)
+    return _build_job(resolved, task, examined, asked, evaluation, special.found, gpu, options)
+
+
+def _examine(plan: Plan, task: Task) -> OptimizerTraits:
+    try:
+        return examine_optimizer(plan, task)
+    except Rejection as rejection:
+        raise ValueError(str(rejection)) from None
 
 
 class CheckedOptions(NamedTuple):
@@ -134,8 +143,8 @@ def _check_options(options: TrainOptions) -> CheckedOptions:
 
 
 def _build_job(
-    resolved: ResolvedPlan, task: Task, asked: CheckedOptions, evaluation: EvaluationData | None,
-    special: set[float], gpu: int | None, options: TrainOptions,
+    resolved: ResolvedPlan, task: Task, examined: OptimizerTraits, asked: CheckedOptions,
+    evaluation: EvaluationData | None, special: set[float], gpu: int | None, options: TrainOptions,
 ) -> TrainJob:  # fmt: skip
     """Return the job of a training that passed the checks.
 
@@ -144,7 +153,7 @@ def _build_job(
     """
     model, batches = task.model, task.batches
     # ---- checkpoints
-    facts = facts_of(model, task.examined)
+    facts = facts_of(model, examined)
     saving, resume = _check_checkpoints(options, facts, asked.steps)
     # ---- what and how
     assert task.form is not None, "it was resolved before"
@@ -153,7 +162,7 @@ def _build_job(
     what = Problem(model, batches, loss, list(model.state_dict()), nominal, hooks, task.given_loss)
     how = Procedure(
         asked.optimizer, asked.steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
-        saving, resume, facts, asked.on_step, evaluation, asked.ema, by_owner=task.examined.whole,
+        saving, resume, facts, asked.on_step, evaluation, asked.ema, by_owner=examined.whole,
     )  # fmt: skip
     # ---- proof
     how = with_proof(how, asked.verify, what, task.batch, resolved, special, gpu)

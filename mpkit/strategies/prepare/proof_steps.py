@@ -28,7 +28,7 @@ from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.job.feed import BatchSource, WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.prepare.dry_run.copies import has_content
+from mpkit.strategies.prepare.copies import has_content
 from mpkit.strategies.prepare.loss_form import OneMean, copy_loss, find_mean
 from mpkit.strategies.replicas.batchnorm import batch_norms
 

@@ -17,10 +17,9 @@ from torch import nn
 from mpkit.strategies.checkpoint.files import PARTIAL, CheckpointSaving, Resume, candidates, read_head
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
 from mpkit.strategies.checkpoint.parts import SavedParts, check_told
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.prepare.arguments.task import OptimizerTraits, Rejection, Task
+from mpkit.strategies.prepare.task import OptimizerTraits
 
-__all__ = ["check_saved_state", "check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
+__all__ = ["check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
 
 EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
@@ -148,19 +147,6 @@ def facts_of(model: nn.Module, examined: OptimizerTraits) -> dict[str, Any]:
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def check_saved_state(_: ResolvedPlan, task: Task) -> Rejection | None:
-    """Reject optimizers that keep state outside of their parameters' states, which a checkpoint would not have."""
-    examined = task.examined
-    if task.saves and examined.elsewhere:
-        return Rejection(
-            f"optimizer: {examined.kind} changes {examined.elsewhere} from step to step, and a checkpoint has the "
-            "state of each parameter (optimizer.state[parameter]) and nothing else: what goes on from it would "
-            "differ. What works: no checkpoint_every, checkpoint_dir and resume_from; or an optimizer that keeps its "
-            "counts there, such as torch.optim.AdamW"
-        )
-    return None
 
 
 def take_up(resume: Resume, facts: dict[str, Any], steps: int) -> Resume:

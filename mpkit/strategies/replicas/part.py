@@ -30,26 +30,15 @@ __all__ = [
     "expert_replicas",
     "shard_groups",
     "unused_error",
-    "unused_message",
 ]
 
 
 def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") -> MpkitError:
     """Return the error for parameters without a gradient, with what would allow that."""
-    return MpkitError(unused_message(names, "in this step", "on this rank", allow))
-
-
-def unused_message(
-    names: list[str],
-    when: str = "in any step",
-    where: str = "for any sample",
-    allow: str = "unused='allow' in the Plan",
-) -> str:
-    """Return the message about parameters without a gradient."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"No gradient came for {shown} {when}: the loss does not depend on "
-        f"{'it' if len(names) == 1 else 'them'} {where}, and the other ranks wait for the sum. If that is meant, "
+    return MpkitError(
+        f"No gradient came for {shown} in this step: the loss does not depend on "
+        f"{'it' if len(names) == 1 else 'them'} on this rank, and the other ranks wait for the sum. If that is meant, "
         f"{allow}; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
     )
 

@@ -27,7 +27,7 @@ from mpkit.strategies.stage.gradient_sync import GradientSync, Piece, named_para
 from mpkit.strategies.stage.stage import Stage
 
 if TYPE_CHECKING:
-    from mpkit.strategies.partition.boundary import SharedWeight
+    from mpkit.strategies.partition.value import SharedWeight
     from mpkit.strategies.rank_context import Context
 
 __all__ = ["TiedWeights", "tied_parameters"]

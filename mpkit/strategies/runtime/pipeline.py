@@ -45,7 +45,7 @@ from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.step_facts import StepFacts
-from mpkit.strategies.partition.boundary import Route
+from mpkit.strategies.partition.value import Route
 from mpkit.strategies.runtime.local_model import attention_over
 from mpkit.strategies.runtime.stage_messages import StageMessages
 from mpkit.strategies.runtime.stage_routes import StageRoutes

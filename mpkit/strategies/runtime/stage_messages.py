@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpkit.strategies.partition.boundary import Route, Spec
+from mpkit.strategies.partition.value import Route, Spec
 
 if TYPE_CHECKING:
     from mpkit.strategies.comm.work import Work

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mpkit.plan.schedule import Action
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.partition.boundary import Route
+from mpkit.strategies.partition.value import Route
 
 __all__ = ["Routes", "StageRoutes"]
 

@@ -69,7 +69,7 @@ class OptimizerFunction:
     Attributes:
         function: takes parameters, or (name, parameter) pairs.
         by_name: whether it takes pairs.
-        elementwise: whether the optimizer is declared to treat each element by itself, where mpkit cannot find out.
+        elementwise: whether the optimizer is declared to treat each element by itself.
     """
 
     function: Callable[[Any], Any]
@@ -130,9 +130,9 @@ def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFuncti
 def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
     """Declare that an optimizer changes each element by that element's own gradient and state alone.
 
-    ZeRO, tensor parallelism and pipelines give a rank parts of what an optimizer works on, so mpkit first tries every
-    optimizer on parts. One that cannot be tried, because it refuses parameters other than the model's or steps on a GPU
-    only, is refused unless it is declared. One that was tried and is not elementwise stays refused.
+    ZeRO-2 and -3, tensor and expert parallelism give a rank parts of each parameter. PyTorch's own elementwise
+    optimizers are known to suit; any other is refused there unless it is declared, and under ZeRO-1 has each parameter
+    whole, on one rank. The run's proof compares the weights of one that is declared, too.
 
     Args:
         function: optimizer(params) -> torch.optim.Optimizer.

@@ -17,9 +17,9 @@ from torch import nn
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.prepare.arguments.task import raise_rejection
-from mpkit.strategies.prepare.dry_run.copies import copy_model
-from mpkit.strategies.prepare.layers import find_wrong_embedding
+from mpkit.strategies.prepare.checks import find_wrong_embedding
+from mpkit.strategies.prepare.copies import copy_model
+from mpkit.strategies.prepare.task import raise_rejection
 from mpkit.strategies.proof.held_tensors import HeldTensors
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpkit.strategies.prepare.optimizer.creation import ELEMENTWISE
+from mpkit.strategies.prepare.optimizer import ELEMENTWISE
 from mpkit.strategies.wrappers.gradient_part import mark_part, unmark_part
 
 __all__ = ["check_optimizer", "mark_divided"]

@@ -13,7 +13,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.prepare.dry_run.copies import copy_model
+from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.table import table_text
 from mpkit.plan.mesh_of_trace import long_axes, place_text
-from mpkit.strategies.placement.placed_ranks import Talk, brief
-from mpkit.strategies.placement.zero_shares import STATES, sharded_states
+from mpkit.strategies.placement.placed_ranks import STATES, Talk, brief, sharded_states
 
 if TYPE_CHECKING:
     from mpkit.strategies.placement.placed_ranks import Placement

@@ -14,8 +14,8 @@ from math import prod
 
 from torch import nn
 
-from mpkit.strategies.partition.boundary import Route, Spec
 from mpkit.strategies.partition.graph import CallNode, Division, Graph, PartitionedModel
+from mpkit.strategies.partition.value import Route, Spec
 from mpkit.strategies.prepare.partition.blocks import PartitionChoice, Start
 
 __all__ = ["assign_weights", "divide"]

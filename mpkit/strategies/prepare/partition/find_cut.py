@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from mpkit.common.table import table_text
 from mpkit.plan.balance import balance
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, one_of_each_shape, part, split
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.partition.graph import Graph
-from mpkit.strategies.partition.walk import prepare_modules
-from mpkit.strategies.prepare.arguments.arguments import check_loss, check_model
-from mpkit.strategies.prepare.arguments.batches import check_split, take_batches
-from mpkit.strategies.prepare.dry_run.dry_run import dry_run, quiet
-from mpkit.strategies.prepare.dry_run.isolation import on_threads
+from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, prepare_modules
+from mpkit.strategies.prepare.arguments import check_loss, check_model
+from mpkit.strategies.prepare.batches import check_split, take_batches
+from mpkit.strategies.prepare.isolation import on_threads
+from mpkit.strategies.prepare.observe import dry_run, quiet
 from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.prepare.partition.blocks import calls_of, groups_of
-from mpkit.strategies.prepare.partition.timing import CallCost, Timing
 from mpkit.strategies.stage.stage import call
 
 __all__ = ["BY", "Cut", "StageFound", "find"]
@@ -170,10 +173,7 @@ class Cut:
             blocks = first if first == last else f"{first} to {last}"
             kept, share = _bytes(stage.kept), f"{stage.share:.0%}"
             rows.append((str(number), share, f"{stage.parameters:,}", kept, ", ".join(sends) or "-", blocks))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = table_text(rows, left=range(len(rows[0])))
         tied = [f"tied: {name}, in stages {', '.join(map(str, at))}" for name, at in self.tied.items()]
         return "\n".join([f"balanced by {self.by} ({BY[self.by]}); cut={self.points}", *lines, *tied])
 
@@ -188,3 +188,78 @@ def _bytes(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f} {unit}"
     return f"{n} B"
+
+
+# ---- measured ------------------------------------------------------------------------------------------------
+
+
+TIMES = 3
+"""How often each block is run."""
+
+
+class CallCost(NamedTuple):
+    """The cost of one call of a block.
+
+    Attributes:
+        forward, backward: seconds.
+        kept: bytes that autograd saves, besides the block's parameters.
+    """
+
+    forward: float
+    backward: float
+    kept: int
+
+
+class Timing(ForwardWalk):
+    """A walk that computes everything and times each call of a block.
+
+    Attributes:
+        calls: the name and cost of each call, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.calls: list[tuple[str, CallCost]] = []
+
+    def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Time the call of a block; operations between blocks are not seen, since there are no values here."""
+        assert isinstance(func, OriginalForward)
+        runs = [_once(func, args, kwargs) for _ in range(TIMES)]
+        taken = CallCost(
+            min(run.forward for run in runs), min(run.backward for run in runs), max(run.kept for run in runs)
+        )
+        self.calls.append((name, taken))
+        with torch.no_grad():
+            return func(*args, **kwargs)
+
+
+def _once(block: OriginalForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallCost:
+    leaves, shape = flatten((args, kwargs))
+    # Objects are copied too, so that a cache that a block writes into starts the same in each run.
+    copies = [_leaf(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf) for leaf in leaves]
+    own = {parameter.untyped_storage()._cdata for parameter in block.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    again_args, again_kwargs = rebuild(shape, copies)
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        begun = time.thread_time()
+        made, _ = flatten(block(*again_args, **again_kwargs))
+        between = time.thread_time()
+    ends = [t for t in made if isinstance(t, Tensor) and t.requires_grad]
+    wanted = [t for t in (*copies, *block.module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    middle = time.thread_time()
+    if ends and wanted:
+        torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+    return CallCost(between - begun, time.thread_time() - middle, sum(kept.values()))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a copy that a block may write into, and that has a gradient as in the middle of a model if it can."""
+    copied = tensor.detach().clone()
+    return copied.requires_grad_().clone() if copied.is_floating_point() else copied

@@ -18,19 +18,57 @@ from mpkit.strategies.data.microbatch import Value as Data
 from mpkit.strategies.models.nested_values import Containers, bring_back, flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
-from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
-from mpkit.strategies.prepare.partition.cannot_cut import CannotCut
+from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, current_walk
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.flops import Flops
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
 
-__all__ = ["record"]
+__all__ = ["CannotCut", "EnteredFromOutside", "record", "tell_if_entered"]
 
 PLAIN = (bool, int, float, str, bytes, slice, range, torch.Size, torch.dtype, torch.device, type(None))
 """Types other than tensors that may pass between blocks: they are the same for all micro-batches of one shape."""
 
 HOOKS = ("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 """Methods that request gradients in the middle of a forward; only the rank that computes them sees these."""
+
+
+class CannotCut(Exception):
+    """What an opened module does between its blocks cannot be divided among ranks.
+
+    Attributes:
+        scope: the name of the module.
+    """
+
+    def __init__(self, scope: str, why: str) -> None:
+        super().__init__(why)
+        self.scope = scope
+
+
+class EnteredFromOutside(Exception):
+    """A submodule of a block is called from outside, so the block must be opened.
+
+    Attributes:
+        block: the name of the block.
+    """
+
+    def __init__(self, block: str) -> None:
+        super().__init__(f"{block} is entered from outside")
+        self.block = block
+
+
+def tell_if_entered(name: str, block: nn.Module) -> None:
+    """Let the dry run detect that a block is entered from outside.
+
+    An example is OPTForCausalLM, which calls its model's decoder and not its model.
+    """
+
+    def check(*_: Any) -> None:
+        if current_walk() is not None:
+            raise EnteredFromOutside(name)
+
+    for inner in block.modules():
+        if inner is not block and not isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
+            inner.register_forward_pre_hook(check)
 
 
 def record(

@@ -24,12 +24,12 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
 from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
-from mpkit.strategies.partition.boundary import LayerNumbers, SharedWeight
 from mpkit.strategies.partition.graph import PartitionedModel
-from mpkit.strategies.prepare.dry_run.copies import freeze_unshared_norms
-from mpkit.strategies.prepare.dry_run.dry_run import dry_run
+from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
+from mpkit.strategies.prepare.copies import freeze_unshared_norms
+from mpkit.strategies.prepare.local_copy import LocalCopy, local_copies
+from mpkit.strategies.prepare.observe import dry_run
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
-from mpkit.strategies.prepare.resolve.local_copy import LocalCopy, local_copies
 from mpkit.strategies.stage.shard import ShardedModel
 
 __all__ = ["cut_stages", "resolve", "shared_weights"]

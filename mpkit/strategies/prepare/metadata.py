@@ -11,9 +11,9 @@ from torch import nn
 
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
+from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.prepare.resolve.routed_rows import routed_rows, routing_bytes
+from mpkit.strategies.prepare.sample import observe_sample
 from mpkit.strategies.replicas.flat import assign_owners
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
@@ -53,7 +53,7 @@ def describe_run(
     attentions: tuple[list[int], list[int]] = ([], [])
     if plan.cp > 1:
         exchanging = plan.tp * plan.cp if plan.cp_method == "ulysses" else 1
-        attentions = attention_sizes(model, batch[0], held, exchanging)
+        attentions = observe_sample(model, batch[0]).attention_sizes(held, exchanging)
     kv_bytes, qo_bytes = ([n * average * dtype.itemsize for n in sizes] for sizes in attentions)
     return {
         "plan": plan.to_json(),
@@ -76,7 +76,7 @@ def describe_run(
             "split": _split(resolved.schedule),
             "owned": _owned_elements(named, resolved) if by_owner else [],
             **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
-            **routing_bytes(model, resolved),
+            **_routing_bytes(model, resolved),
         },
         "shards": _describe_shards(resolved.sharded),
     }
@@ -154,7 +154,7 @@ def _expert_numbers(
     divided = [sum(region.row in stage for region in regions if region.row in shards) for stage in held]
     if plan.ep == 1 and not any(divided):
         return {}
-    rows, choices, slots = routed_rows(model, inputs, held)
+    rows, choices, slots = observe_sample(model, inputs).routed_sizes(held)
     along_tp = {"experts_tp": divided, "choices": [n * samples for n in choices]} if any(divided) else {}
     if plan.ep == 1:
         return along_tp
@@ -170,6 +170,22 @@ def _expert_numbers(
         "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in slots],
     }
+
+
+def _routing_bytes(model: nn.Module, resolved: ResolvedPlan) -> dict[str, list[float]]:
+    """Return, by stage, the bytes that routing reduces in a step, where it depends on the whole batch."""
+    plan, layers = resolved.plan, find_balanced(model)
+    if not layers or plan.dp * plan.cp * (plan.tp if plan.sequence_parallel else 1) == 1:
+        return {}
+    reduced = [0.0] * len(resolved.held)
+    for name, layer in layers.items():
+        stage = next(
+            i
+            for i, names in enumerate(resolved.held)
+            if any(n.startswith(f"{name}." if name else "") for n in names)
+        )
+        reduced[stage] += 8.0 * layer.experts_in_all * (bool(layer.aux_loss) + bool(layer.bias_rate))
+    return {"routing_reduced": reduced}
 
 
 def _partial(

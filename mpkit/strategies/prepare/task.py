@@ -1,5 +1,5 @@
-"""TrainOptions, the arguments besides model, data and plan; Task, what is to be trained as the checks see it, with what
-they find out about it; and Rejection, why it cannot be.
+"""TrainOptions, the arguments besides model, data and plan; Task, what is to be trained as the checks see it; and
+Rejection, why it cannot be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Loss = Callable[[Any, Any], Any]
 class Rejection(ValueError):
     """Why a training cannot be done: what was asked, why it cannot be, and what would work.
 
-    A check returns it, and what a check calls may raise it. The user sees its message in a ValueError.
+    The user sees its message in a ValueError.
     """
 
 
@@ -42,18 +42,16 @@ def raise_rejection(rejection: Rejection | None) -> None:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What is known about an optimizer that was tried.
+    """What is known about an optimizer before the ranks start.
 
     Attributes:
         kind: the name of its class.
-        states: the names of its states.
-        elsewhere: what changes besides its parameters' states, and so is not saved in checkpoints; "" if nothing.
-        whole: whether it changes an element by what others of its parameter are, so that ZeRO-1 divides by owner.
+        states: the names of its states; empty if no checkpoint needs them.
+        whole: whether ZeRO-1 gives each parameter whole to one rank, since it may change an element by the others.
     """
 
     kind: str = ""
     states: tuple[str, ...] = ()
-    elsewhere: str = ""
     whole: bool = False
 
 
@@ -83,7 +81,6 @@ class Task:
         optimizer: optimizer(params) -> torch.optim.Optimizer.
         scheduled: whether there is an lr_schedule.
         saves: whether checkpoints are saved or resumed from.
-        examined: what the optimizer's trial showed; empty before the check of that name.
         form: the loss as ranks call it; None before it is resolved.
     """
 
@@ -96,7 +93,6 @@ class Task:
     optimizer: Callable[[Any], Any]
     scheduled: bool = False
     saves: bool = False
-    examined: OptimizerTraits = OptimizerTraits()
     form: LossForm | None = None
 
     @property

@@ -1,13 +1,11 @@
-"""Check that ranks can share the sequences of a batch (context parallelism).
-
-data        every tensor has the sequence in dimension 1, of one length that the ranks can divide (`sequence`)
-positions   the model can take the position at which its part begins
-attention   tokens meet only in scaled_dot_product_attention, without a mask or dropout
-outputs     are about tokens, not about the sequence as a whole
-"""
+"""The model as ranks will have it, for the dry runs: sharded, and with its positions in the sequence set."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +13,103 @@ from torch import Tensor, nn
 
 from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import tree_leaves
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import check_sequences, sequence_part, shift_positions
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
+from mpkit.strategies.experts.known_experts import check_experts_of
 from mpkit.strategies.models.chain import layers_of
-from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
+from mpkit.strategies.prepare.copies import copy_model, without_content
+from mpkit.strategies.runtime.local_model import attention_over, localize
+from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["check_context_parallel"]
+__all__ = ["LocalCopy", "check_context_parallel", "local_copies"]
+
+
+@dataclass(frozen=True)
+class LocalCopy:
+    """A rank's model and its part of the data.
+
+    Attributes:
+        model: the rank's model; the caller's own if nothing is divided.
+        sharded: the result of tensor parallelism.
+        cut: returns the rank's part of inputs or targets.
+        attention: returns the context in which its forward runs.
+        tp: the group with which it shares its layers.
+    """
+
+    model: nn.Module
+    sharded: ShardedModel
+    cut: Callable[[Value], Value]
+    attention: Callable[[], AbstractContextManager[Any]]
+    tp: FakeGroup
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the shards, by the parameters' names."""
+        return {name: shard.shape for name, shard in self.sharded.shards.items()}
+
+    def free(self) -> None:
+        """Free the shards, which would otherwise stay until Python collects reference cycles.
+
+        All other tensors are the caller's.
+        """
+        for name in self.sharded.shards:
+            self.model.get_parameter(name).data = torch.empty(0)
+
+
+def local_copies(
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value]
+) -> list[LocalCopy]:
+    """Return the model as the ranks along tp hold it; one copy if all hold the same shapes."""
+    first = _copy_for(model, plan, schedule, batch, 0)
+    if plan.tp == 1:
+        return [first]
+    last = _copy_for(model, plan, schedule, batch, plan.tp - 1)
+    if first.shapes == last.shapes:
+        last.free()
+        return [first]
+    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, plan.tp - 1)]
+    return [first, *between, last]
+
+
+def _copy_for(
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], place: int
+) -> LocalCopy:
+    """Copy the model as the rank at `place` would hold it.
+
+    Args:
+        model: the whole model; it is not changed.
+        plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
+        batch: the largest batch, whose sequences are divided along cp.
+        place: the rank's place along tp; along cp and ep it is place 0.
+
+    Raises:
+        ValueError: layers or sequences cannot be divided among so many ranks.
+    """
+    if plan.cp > 1 and place == 0:
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order, ulysses=plan.cp_method == "ulysses")
+    check_experts_of(model, plan)
+    mesh = plan.mesh
+    tp = FakeGroup(plan.tp, place)
+
+    def group_of(axis: str) -> FakeGroup:
+        return tp if axis == "tp" else FakeGroup(mesh.degree(axis))
+
+    sharded = ShardedModel()
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
+        # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written into.
+        model = copy_model(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        sharded = localize(model, plan, schedule, group_of)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+    return LocalCopy(model, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
+
+
+# ---- context parallelism -------------------------------------------------------------------------------------
 
 
 def check_context_parallel(

@@ -3,33 +3,34 @@
 Under torch's FakeTensorMode every operation computes shapes and no numbers, so a model of any size runs in
 milliseconds, and inputs that it would refuse are refused here, before any rank starts. A layer that looks at its
 tensors' values cannot run on fake tensors; then one micro-batch is computed for real, on a copy of the model. Once the
-shapes are known, FLOPs and bytes are counted layer by layer (`count`).
+shapes are known, FLOPs and bytes are counted layer by layer.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import fakes_or_real, one_line
-from mpkit.common.torch_private import TorchDispatchMode
+from mpkit.common.torch_private import TorchDispatchMode, peek_interpreter_stack
 from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.heard_draws import draws_numbers
+from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.models.randomness import SEEDED
-from mpkit.strategies.partition.boundary import Boundary, LayerNumbers
-from mpkit.strategies.prepare.arguments.arguments import CROSS_ENTROPY
-from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
-from mpkit.strategies.prepare.dry_run.count import LayerOutput, count_layers
-from mpkit.strategies.prepare.dry_run.isolation import quiet
+from mpkit.strategies.partition.value import Boundary, LayerNumbers
+from mpkit.strategies.prepare.arguments import CROSS_ENTROPY
+from mpkit.strategies.prepare.copies import copy_model, without_content
+from mpkit.strategies.prepare.isolation import quiet
 from mpkit.strategies.replicas.batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
 from mpkit.trace.record.fake_mode import FakeMode
-from mpkit.trace.record.flops import Flops
+from mpkit.trace.record.flops import Flops, count
 
 __all__ = ["dry_run", "narrow_copy", "of_wide_outputs", "quiet", "whole"]
 
@@ -80,7 +81,7 @@ def dry_run(
             numbers[key] = (
                 count_layers(model, x, y, loss, passed)
                 if counts
-                else [LayerNumbers(Flops(), *each) for each in (*passed, LayerOutput(None, False))]
+                else [LayerNumbers(Flops(), *each) for each in (*passed, LayerOutput(None))]
             )
     return numbers
 
@@ -190,7 +191,8 @@ def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[L
 def _walk_layers(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
     passed = []
     value: Any = inputs
-    for i, (name, layer) in enumerate(layers_of(model)):
+    layers, effects = layers_of(model), _Effects(model)
+    for i, (name, layer) in enumerate(layers):
         given, before = value, _versions(value)
         try:
             value = call(layer, value, first=i == 0)
@@ -200,9 +202,43 @@ def _walk_layers(model: nn.Module, inputs: Value, targets: Value, loss: Loss) ->
                 f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
                 f"{_describe(given)} and said: {one_line(error)}"
             ) from None
-        passed.append(LayerOutput(Boundary.from_output(value), _versions(given) != before))
+        passed.append(LayerOutput(Boundary.from_output(value), _versions(given) != before, *effects.take()))
+    effects.end()
     _check_loss(loss, value, targets)
     return passed
+
+
+class _Effects:
+    """Notes, by hooks on a copy's layers with parameters, which of them a forward transforms or differentiates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._transformed: list[str] = []
+        self._differentiated: list[str] = []
+        self._handles: list[Any] = []
+        for name, layer in model.named_modules():
+            if next(layer.parameters(recurse=False), None) is not None:
+                self._handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
+                self._handles.append(layer.register_forward_hook(partial(self._after, name)))
+
+    def _before(self, name: str, *_: Any) -> None:
+        if peek_interpreter_stack() is not None:
+            self._transformed.append(name)
+
+    def _after(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        for leaf in flatten(output)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self._differentiated.append(name))
+
+    def take(self) -> tuple[str, str]:
+        """Return the first layer of each kind since the last call."""
+        found = (next(iter(self._transformed), ""), next(iter(self._differentiated), ""))
+        self._transformed.clear()
+        self._differentiated.clear()
+        return found
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _versions(value: Any) -> list[int]:
@@ -245,3 +281,94 @@ def _describe(value: Any) -> str:
         return "{" + ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in value.items()) + "}"
     boundary = Boundary.from_output(value)
     return type(value).__name__ if boundary is None else str(boundary)
+
+
+# ---- FLOPs, once the shapes are known ------------------------------------------------------------------------
+
+UNKNOWN = Flops(why="what the layer before it returns is not known before the run")
+
+
+class LayerOutput(NamedTuple):
+    """What a layer makes: its output, None if it cannot be sent; the rest as in `LayerNumbers`."""
+
+    output: Boundary | None
+    in_place: bool = False
+    transformed: str = ""
+    differentiated: str = ""
+
+
+def count_layers(
+    model: nn.Module,
+    inputs: Value,
+    targets: Value,
+    loss: Callable[[Any, Any], Any],
+    passed: list[LayerOutput],
+) -> list[LayerNumbers]:
+    """Return the FLOPs and bytes of each layer, and last those of the loss; 0 where they cannot be counted.
+
+    Identical layers, such as the blocks of a transformer, are counted once.
+    """
+    counted: dict[Hashable, Flops] = {}
+    numbers = []
+    given: Boundary | None = None
+    for i, ((_, layer), each) in enumerate(zip(layers_of(model), passed, strict=True)):
+        if i == 0:
+            flops = _count_first(layer, inputs)
+        else:
+            key = (make(layer), given)
+            if key not in counted:
+                counted[key] = count(layer, *_empty(given)) if given is not None else UNKNOWN
+            flops = counted[key]
+        numbers.append(LayerNumbers(flops, *each))
+        given = each.output
+    last = count(loss, *_empty(given), targets) if given is not None else UNKNOWN
+    return [*numbers, LayerNumbers(last, None)]
+
+
+def _count_first(layer: nn.Module, inputs: Value) -> Flops:
+    """Count the model's first layer, with its inputs by position or by name."""
+    if not isinstance(inputs, dict):
+        return count(layer, *(inputs if isinstance(inputs, tuple) else (inputs,)))
+    return count(lambda named: layer(**named), inputs)
+
+
+def _empty(boundary: Boundary) -> tuple[Tensor | tuple[Tensor, ...]]:
+    """Return tensors of arbitrary content with the specs of this boundary, as the argument of the next layer."""
+    tensors = tuple(
+        torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad) for spec in boundary.specs
+    )
+    return (boundary.pack(tensors),)
+
+
+def make(layer: nn.Module) -> Hashable:
+    """Return a key that is equal for layers that compute the same, apart from the content of their tensors.
+
+    The key consists of the classes and plain settings of all modules within, and the shapes of their tensors. Any
+    other object that a module holds makes its key unique.
+
+    >>> make(nn.Linear(2, 3)) == make(nn.Linear(2, 3)), make(nn.Dropout(0.1)) == make(nn.Dropout(0.2))
+    (True, False)
+    """
+    parts: list[Hashable] = []
+    for name, module in layer.named_modules():
+        settings = tuple(
+            (key, value if _is_plain(value) else id(value))
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_")
+        )
+        hooks = tuple(
+            id(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+        own = (*module._parameters.items(), *module._buffers.items())
+        tensors = tuple(
+            (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
+            for key, value in own
+        )
+        parts.append((name, type(module), settings, hooks, tensors))
+    return tuple(parts)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

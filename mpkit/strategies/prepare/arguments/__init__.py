@@ -1,1 +1,0 @@
-"""Checking and normalizing the arguments of `Cluster.train`, including batches and samplers."""

@@ -1,1 +1,0 @@
-"""Running the model on fake tensors: shapes, FLOPs and bytes of each layer."""

@@ -1,1 +1,0 @@
-"""Whether an optimizer can work on parts of the model, which is known or tried."""
