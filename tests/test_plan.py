@@ -17,7 +17,6 @@ import mpkit as mk
 from mpkit.plan.constructors import ELSEWHERE
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.strategies.prepare.arguments import check_plan
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
 
@@ -274,25 +273,3 @@ def test_words_that_are_no_order_and_no_tensor_plan_are_rejected() -> None:
 
 
 MESH = Plan(pp=2, dp=2, tp=2, schedule="1f1b")
-
-
-@pytest.mark.parametrize(("plan", "ranks", "nearest"), [
-    (MESH, 4, Plan(pp=2, tp=2, schedule="1f1b")),
-    (MESH, 16, Plan(pp=2, dp=4, tp=2, schedule="1f1b")),
-    (MESH, 12, Plan(pp=2, dp=3, tp=2, schedule="1f1b")),
-    (MESH, 6, Plan(pp=3, tp=2, schedule="1f1b")),
-    (Plan(tp=2, sequence_parallel=True), 4, Plan(dp=2, tp=2, sequence_parallel=True)),
-    (Plan(tp=4, sequence_parallel=True), 2, Plan(tp=2, sequence_parallel=True)),
-    (Plan(dp=2, cp=2), 8, Plan(dp=4, cp=2)),
-    (Plan(pp=2, cut=[1]), 4, Plan(pp=4)),
-    (Plan(pp=2, dp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4), 1, Plan.serial(4)),
-    (Plan(dp=2, data_parallel="dp"), 4, Plan(dp=4, data_parallel="dp")),
-], ids=str)  # fmt: skip
-def test_a_cluster_of_another_size_gets_the_nearest_plan(plan: Plan, ranks: int, nearest: Plan) -> None:
-    """As many axes as can stay do."""
-    with pytest.raises(ValueError) as caught:
-        check_plan(plan, ranks)
-    said = str(caught.value)
-    assert f"mk.Cluster(ranks={plan.ranks}) fits it" in said
-    pasted = eval(said.rpartition("or on this one: ")[2], {"mk": mk})  # as whoever reads it would
-    assert pasted == nearest and pasted.ranks == ranks
