@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
-from mpkit.strategies.placement.placed_ranks import Talk, brief
-from mpkit.strategies.placement.placed_ranks import STATES, sharded_states
+from mpkit.strategies.placement.placed_ranks import STATES, Talk, brief, sharded_states
 from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import faint_lines, sheet
 from mpkit.views.placement.text import (
