@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.strategies.loss.quotient import Quotient
-from mpkit.strategies.prepare.partition.find_cut import BY, Cut, find
+from mpkit.strategies.prepare.find_cut import BY, Cut, find
 
 if TYPE_CHECKING:
     from torch import nn

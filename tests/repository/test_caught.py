@@ -143,12 +143,6 @@ def test_the_report_is_shown_at_the_users_line() -> None:
     assert {each.filename for each in caught} == {__file__}
 
 
-def test_unused_parameters_that_cannot_be_looked_for() -> None:
-    said = reports(lambda: prepared(net(OnReal()), mk.Plan.ddp(2)))
-    assert any("whether every parameter gets a gradient is not known" in each for each in said)
-    assert reports(lambda: prepared(net(Looks()), mk.Plan.ddp(2))) == []
-
-
 # ---------------------------------------------------------------- the loss
 
 

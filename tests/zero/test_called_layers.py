@@ -73,6 +73,6 @@ def test_a_returned_parameter_is_rejected_where_it_is_dropped(train: Train) -> N
         return F.cross_entropy(outputs[0], targets) + outputs[1].square().sum()
 
     how = {"loss": loss, "optimizer": sgd, "steps": 2}
-    with pytest.raises(mk.errors.MpkitError, match=r"a parameter of shape .4, 4. that is sharded"):
+    with pytest.raises(mk.errors.MpkitError, match="under zero=3 is whole only while the layer computes"):
         train(Returns().double(), batches(), mk.Plan.zero(3, 2), **how)
     check_equal(train, Returns().double(), batches(), mk.Plan.zero(2, 2), **how)

@@ -8,7 +8,7 @@ torch.utils.checkpoint between blocks means the blocks in it: each is a node, wh
     seen            determine whether a call is a question about shapes, an operation, or a block
     inputs only     run an operation on what follows from the model's inputs alone, here and on every rank
     node            anything else is a node of the graph, which the two kinds of walk treat differently: the dry run
-                    (`mpkit.strategies.prepare.partition.record`), and a stage's forward
+                    (`mpkit.strategies.prepare.record`), and a stage's forward
                     (`mpkit.strategies.stage.partitioned_stage`)
 """
 

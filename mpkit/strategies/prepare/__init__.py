@@ -5,7 +5,7 @@ arguments      types and values of the arguments; `batches`, the data that the s
 resolve        from the Plan to the ResolvedPlan; `local_copy`, the model as a rank holds it
 observe        the model on fake tensors: shapes, FLOPs, bytes; `sample`, one sample's attentions and routed rows
 copies         copies of the model; `isolation`, running it without side effects
-partition/     where a model that is no chain is cut
+partition      where a model that is no chain is cut: `blocks`, `record`, `divide`; `find_cut` for `mk.find_cut`
 checks         the table of what only a check can stop; `optimizer`, what ranks may give it; `plan_warnings`
 loss_form      how ranks call the loss of a part of the batch
 proof_steps    which steps the run compares with serial training, which stops all else

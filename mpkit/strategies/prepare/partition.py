@@ -22,11 +22,11 @@ from mpkit.strategies.models.hooks import with_backward_hooks
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
+from mpkit.strategies.prepare.blocks import PartitionChoice, choose, stages_of_blocks, starts
 from mpkit.strategies.prepare.copies import copy_model
+from mpkit.strategies.prepare.divide import assign_weights, divide
 from mpkit.strategies.prepare.observe import narrow_copy, of_wide_outputs, whole
-from mpkit.strategies.prepare.partition.blocks import PartitionChoice, choose, stages_of_blocks, starts
-from mpkit.strategies.prepare.partition.divide import assign_weights, divide
-from mpkit.strategies.prepare.partition.record import CannotCut, EnteredFromOutside, record, tell_if_entered
+from mpkit.strategies.prepare.record import CannotCut, EnteredFromOutside, record, tell_if_entered
 from mpkit.strategies.stage.stage import PRECISIONS, cast
 from mpkit.trace.record.fake_mode import FakeMode
 

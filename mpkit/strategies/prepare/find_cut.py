@@ -24,10 +24,10 @@ from mpkit.strategies.partition.graph import Graph
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, prepare_modules
 from mpkit.strategies.prepare.arguments import check_loss, check_model
 from mpkit.strategies.prepare.batches import check_split, take_batches
+from mpkit.strategies.prepare.blocks import calls_of, groups_of
 from mpkit.strategies.prepare.isolation import on_threads
 from mpkit.strategies.prepare.observe import dry_run, quiet
 from mpkit.strategies.prepare.partition import partition_model
-from mpkit.strategies.prepare.partition.blocks import calls_of, groups_of
 from mpkit.strategies.stage.stage import call
 
 __all__ = ["BY", "Cut", "StageFound", "find"]

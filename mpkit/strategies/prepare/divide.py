@@ -16,7 +16,7 @@ from torch import nn
 
 from mpkit.strategies.partition.graph import CallNode, Division, Graph, PartitionedModel
 from mpkit.strategies.partition.value import Route, Spec
-from mpkit.strategies.prepare.partition.blocks import PartitionChoice, Start
+from mpkit.strategies.prepare.blocks import PartitionChoice, Start
 
 __all__ = ["assign_weights", "divide"]
 
