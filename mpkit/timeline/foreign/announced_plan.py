@@ -12,7 +12,7 @@ Sizes of groups count absent ranks too, so that a few ranks of many tell them as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -355,37 +355,31 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
             left[key] += 1
             sizes.setdefault(key, set()).add(call.nbytes)
     return [
-        f"{count} {kind.word.replace('_', '-')}s among {size} ranks{_within(kind, phase)}, which no library "
-        f"names: {_possible(kind, size, phase, count, sizes[kind, size, phase])}. Name it: mk.open(path, plan=...)."
+        f"{count} {kind.word.replace('_', '-')}s among {size} ranks"
+        + f" within {Kind(phase).word}s" * (kind not in MESSAGES)
+        + f", which no library names: {_possible(kind, size, phase, count, sizes[kind, size, phase])}. "
+        "Name it: mk.open(path, plan=...)."
         for (kind, size, phase), count in sorted(left.items())
     ]
 
 
-def _within(kind: Kind, phase: int) -> str:
-    return "" if kind in MESSAGES else f" within {Kind(phase).word}s"
-
-
-def _possible(kind: Kind, size: int, phase: int, count: int, sizes: Iterable[int]) -> str:
+def _possible(kind: Kind, size: int, phase: int, count: int, sizes: set[int]) -> str:
     """Return which plans such communication would fit."""
+    layers = f"layers that are divided (tp={size})"
     if kind == Kind.ALL_TO_ALL:
-        fits = [f"experts that are divided (ep={size})"] if count % 2 == 0 else []
-        if count % 4 == 0 and len(set(sizes)) == 1:
-            fits.append(
-                f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
-            )
-        return "it fits " + " or ".join(fits) if fits else "it fits no plan of mpkit's"
-    if kind in MESSAGES:
-        return "it fits stages of a pipeline, or a ring of sequences (cp, cp_method='ring')"
-    if kind == Kind.ALL_REDUCE:
-        return (
-            f"it fits layers that are divided (tp={size})"
-            if phase == Kind.FORWARD
-            else f"it fits replicas (dp={size}), or layers that are divided (tp={size})"
-        )
-    if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        layers = f"layers divided with their sequences (tp={size}, sequence_parallel=True)"
-        return f"it fits sharded parameters (dp={size}, zero=1 to 3), or {layers}"
-    return "it fits no plan of mpkit's"
+        four = f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
+        fits = [f"experts that are divided (ep={size})"] * (count % 2 == 0)
+        fits += [four] * (count % 4 == 0 and len(sizes) == 1)
+    elif kind in MESSAGES:
+        fits = ["stages of a pipeline, or a ring of sequences (cp, cp_method='ring')"]
+    elif kind == Kind.ALL_REDUCE:
+        fits = [layers if phase == Kind.FORWARD else f"replicas (dp={size}), or {layers}"]
+    elif kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        both = f"layers divided with their sequences (tp={size}, sequence_parallel=True)"
+        fits = [f"sharded parameters (dp={size}, zero=1 to 3), or {both}"]
+    else:
+        fits = []
+    return "it fits " + " or ".join(fits) if fits else "it fits no plan of mpkit's"
 
 
 # ---- whether views may name groups by it ------------------------------------------------------------------------
