@@ -103,7 +103,7 @@ def assert_same(one: Run, other: Run, *, exact: bool = True) -> None:
     mk.Plan.ddp(2, microbatches=2, precision="fp16"),
     mk.Plan.zero(3, 2, offload="params", precision="bf16"),
     *(pytest.param(plan, marks=pytest.mark.soak) for plan in (
-        mk.Plan.serial(microbatches=2), mk.Plan.ddp(3, bucket_mb=0.0001), mk.Plan.dp(3),
+        mk.Plan.serial(microbatches=2), mk.Plan.ddp(3, bucket_mb=0.0001), mk.Plan.dp(2),
         mk.Plan.ddp(2, offload="optimizer", precision="bf16"), mk.Plan.gpipe(3, 2, recompute="full"),
         mk.Plan.zero(1, 3), mk.Plan.zero(2, 3, precision="fp16"), mk.Plan.zero(3, 3, microbatches=2),
     )),

@@ -127,7 +127,6 @@ def test_a_rank_loads_its_own_samples_only(clusters: Clusters) -> None:
 PLANS = [
     mk.Plan.serial(),
     mk.Plan.ddp(5),  # the last batch has 3 samples: two ranks take none
-    mk.Plan.dp(3, microbatches=2),
     mk.Plan.gpipe(3, 3),
 ]
 
@@ -263,13 +262,13 @@ def test_workers_load_what_the_rank_would_and_the_wait_is_on_the_timeline(
     for plan in (mk.Plan.ddp(2, microbatches=2), mk.Plan.dp(2), mk.Plan.gpipe(2, 2)):
         losses = {}
         for workers in (0, 2):
-            data = mk.Batches(Computed(), batch_size=5, num_workers=workers)
+            data = mk.Batches(Computed(), batch_size=4, num_workers=workers)
             run = clusters(2).train(net(), data, plan, steps=4, **HOW).wait()
             losses[workers] = list(run.losses)
             for clock in ("virtual", "measured"):
                 t = run.timeline(clock=clock)
                 assert all(0 < data < t.step_time for data in t.data_time)
-                assert t.throughput() < 5 / max(t.data_time)
+                assert t.throughput() < 4 / max(t.data_time)
                 assert t.idle == pytest.approx([t.step_time - busy for busy in t.busy])
             spans = t.spans[t.spans["kind"] == Kind.DATA]
             assert sorted(spans["step"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]

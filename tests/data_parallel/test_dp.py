@@ -95,11 +95,29 @@ def test_rank_0_is_fuller_than_the_rest(train: Train) -> None:
 # ---------------------------------------------------------------- equal to serial training
 
 
-def test_batches_that_do_not_divide(train: Train) -> None:
+class Two(nn.Module):
+    """Two inputs by name, two outputs, a buffer that each forward changes, and whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear, self.norm = nn.Embedding(5, 4), nn.Linear(4, 2), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(x + self.embed(tokens))
+        return self.linear(h), h
+
+
+def test_several_inputs_and_outputs_micro_batches_and_evaluation(train: Train) -> None:
     torch.manual_seed(3)
+    data = [({"x": normal(8, 4), "tokens": torch.randint(5, (8,))}, normal(8, 2))]
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs[0], targets) + outputs[1].square().mean()
+
+    check_equal(train, Two().double(), data, mk.Plan.dp(4), loss=loss)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    for size in (1, 7):
-        check_equal(train, model, [(normal(size, 3), normal(size, 2))], mk.Plan.dp(4), loss=F.mse_loss)
+    plan = mk.Plan.dp(2, microbatches=2)
+    check_equal(train, model, [(normal(size, 3), normal(size, 2)) for size in (4, 12)], plan, loss=F.mse_loss)
 
 
 # ---------------------------------------------------------------- what it refuses
@@ -128,3 +146,20 @@ def test_outputs_that_cannot_be_gathered(train: Train) -> None:
             optimizer=adamw,
             steps=1,
         )
+
+
+def test_parts_that_are_not_equal(train: Train) -> None:
+    with pytest.raises(ValueError, match=r"2 ranks do not divide a batch of 7. Plan.ddp\(2\)"):
+        train(
+            nn.Linear(3, 2),
+            [(torch.zeros(7, 3), torch.zeros(7, 2))],
+            mk.Plan.dp(2),
+            loss=F.mse_loss,
+            optimizer=adamw,
+        )
+
+
+def test_an_output_that_the_loss_leaves_out(train: Train) -> None:
+    data = [({"x": normal(8, 4), "tokens": torch.randint(5, (8,))}, normal(8, 2))]
+    with pytest.raises(mk.errors.MpkitError, match="does not use the model's outputs number 1"):
+        train(Two().double(), data, mk.Plan.dp(2), loss=lambda o, t: F.mse_loss(o[0], t), optimizer=adamw, steps=1)

@@ -63,7 +63,7 @@ def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
 )
 def test_a_loss_of_the_whole_batch_sees_it(train: Train, plan: mk.Plan) -> None:
     torch.manual_seed(1)
-    data = [(torch.randn(size, 6).double(), torch.randn(size, CLASSES).double()) for size in (8, 7)]
+    data = [(torch.randn(size, 6).double(), torch.randn(size, CLASSES).double()) for size in (8, 6)]
     losses, weights = serial(net(), data, loss=contrastive, steps=3, **HOW)
     same(
         train(net(), data, plan, loss=mk.whole_batch_loss(contrastive), steps=3, **HOW),

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.compute.stage_forward import PartForward, StageForward
 from mpkit.strategies.data.microbatch import Value
-from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.mean import MeanLoss, SummedMeans
 from mpkit.strategies.loss.quotient import Quotient, as_pair
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
-from mpkit.strategies.models.randomness import Draws
-from mpkit.strategies.stage.stage import cast, onto_device
+from mpkit.strategies.stage.stage import cast
 
-__all__ = ["ScoredForward", "ScoredPartForward", "measure_scores", "scores"]
+__all__ = ["measure_scores", "scores"]
 
 
 def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
@@ -89,31 +86,3 @@ def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
             f"the metric function measured {', '.join(map(repr, names))} of this micro-batch, and "
             f"{', '.join(map(repr, expected))} of the first samples: it has to return the same names each time"
         )
-
-
-class _ScoringStage(StageForward):
-    """A stage's forward in an evaluation: at the last stage, it returns scores."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._size = 0
-
-    def begin_step(self, number: int, microbatches: list[MicroBatch]) -> None:
-        """Set the batch and its micro-batches."""
-        super().begin_step(number, microbatches)
-        self._size = self._job.what.batches.size(number)
-
-    def loss(self, m: int, output: Any, draws: Draws) -> tuple[Tensor, ...]:
-        """Return the micro-batch's scores."""
-        microbatch = self._microbatches[m]
-        draws.begin("the loss")
-        targets = onto_device(microbatch.targets, self._device, self._record)
-        return scores(self._job, output, targets, microbatch.weight, self._size)
-
-
-class ScoredForward(_ScoringStage):
-    """The same for a chain's stage."""
-
-
-class ScoredPartForward(_ScoringStage, PartForward):
-    """The same for a stage of a partitioned model."""

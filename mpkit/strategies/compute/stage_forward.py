@@ -5,7 +5,7 @@ runs its part of the model's own forward.
 
 inputs      of the model: copied to the device, in the plan's precision
 layers      of the stage, with the micro-batch's own random numbers
-loss        at the last stage
+loss        at the last stage; in an evaluation, the scores instead
 check       at the others: what goes to other ranks has the shapes that the dry run found
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mpkit.strategies.compute.scores import scores
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
@@ -56,7 +57,10 @@ class StageForward:
         attended: by micro-batch of the step, the pairs of a query and a key in attentions over divided sequences.
         others: learns whether forwards draw random numbers that are not torch's; None: nobody wants to know.
         facts: learns what the loss does; None: nobody wants to know.
+        evaluates: whether the last stage returns the scores of an evaluation (`scores`), and no loss.
     """
+
+    evaluates = False
 
     def __init__(
         self,
@@ -140,6 +144,9 @@ class StageForward:
         microbatch = self._microbatches[m]
         draws.begin("the loss")
         targets = onto_device(microbatch.targets, self._device, self._record)
+        if self.evaluates:
+            size = sum(each.samples for each in self._microbatches)
+            return scores(self._job, output, targets, microbatch.weight, size)
         of_targets = leaves(targets)
         with (
             nullcontext()

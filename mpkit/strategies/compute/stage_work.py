@@ -209,6 +209,11 @@ class StageWork:
         """
         key = self._key(m)
         op = self._record.begin(Kind.FORWARD, m, key)
+        if self._compute.evaluates:  # nothing is kept, for no backward
+            outputs = self._compute(m, inputs)
+            self._record.track(outputs)
+            self._record.end(op)
+            return outputs
         kept = self._kept[m] = KeptForward(inputs)
         recorder = self._record.recorder
         if self._recompute:
@@ -219,7 +224,7 @@ class StageWork:
                 state=self._state,
             )
             with self._hear_draws(m), self._hear_facts(m):
-                outputs: tuple[Tensor, ...] = kept.call()
+                outputs = kept.call()
             edges = (get_gradient_edge(each) if each.requires_grad else each for each in outputs)
             kept.outputs = outputs if self._compute.computes_loss else tuple(edges)  # without their content
         else:

@@ -1,65 +1,123 @@
 """DP: data parallelism as torch.nn.DataParallel does it. Rank 0 has the model, the data and the optimizer.
 
-A batch goes through these phases, five of which are exchanges between rank 0 and the other ranks:
+A micro-batch goes through these phases; five of them are exchanges between rank 0 and the other ranks:
 
-    scatter     rank 0 scatters the inputs                                          exchange 1
-    replicate   rank 0 broadcasts its parameters                                    exchange 2
-    forward     each rank computes its share
-    gather      the outputs are gathered on rank 0                                  exchange 3
-    loss        rank 0 computes the loss of all outputs, and its gradient for each of them
-    return      rank 0 scatters those gradients                                     exchange 4
-    backward    each rank computes its share
-    reduce      the gradients of the parameters are summed on rank 0; the others    exchange 5
-                free parameters and gradients
+    1 scatter    rank 0 scatters the inputs, n equal parts
+    2 replicate  rank 0 broadcasts its parameters (`replica`); each rank computes the outputs of its part
+    3 gather     the outputs are gathered on rank 0, which computes the loss, and its gradient for each output
+    4 scatter    rank 0 scatters these gradients; each rank computes its backward
+    5 reduce     the gradients of the parameters are summed on rank 0; the others free parameters and gradients
 
 and then rank 0 steps. The loss, the optimizer and all outputs make rank 0 compute more and hold more than the others,
-which wait for it. Parameters are sent again for every batch. DDP (`mpkit.strategies.replicas.ddp`) avoids both,
-with one exchange per batch.
+which wait for it. Parameters are sent again for every micro-batch, as if nn.DataParallel were called for each. DDP
+(`mpkit.strategies.replicas.ddp`) avoids all this, with one exchange per batch. Rank 0 evaluates by itself.
 
-`mpkit.strategies.reference.dp` is the whole algorithm in 25 lines. This module adds outputs and inputs that are not
-single tensors, batches that the number of ranks does not divide, micro-batches, buffers, and all parameters in one
-message.
-
-Each micro-batch goes through all phases, as if nn.DataParallel were called for each; gradients add up on rank 0.
+`mpkit.strategies.reference.dp` is the algorithm in 25 lines, and has the source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpkit.errors import MpkitError
+from mpkit.strategies.compute.stage_forward import StageForward, loss_share
 from mpkit.strategies.compute.stage_work import StageWork
-from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
-from mpkit.strategies.job.feed import MicroBatch
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, shares, signature
+from mpkit.strategies.job.feed import Feed, MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.step_facts import StepFacts
-from mpkit.strategies.nn_dataparallel.gathered_loss import ShareForward, gathered_loss
-from mpkit.strategies.nn_dataparallel.replicate_parameters import ReplicateParameters
-from mpkit.strategies.nn_dataparallel.scatter_feed import (
-    RowSpec,
-    ScatteredMicroBatch,
-    pack_rows,
-    pad_rows,
-    row_bytes,
-    unpack_rows,
-)
+from mpkit.strategies.nn_dataparallel.replica import Replica
 from mpkit.strategies.replicas.part import unused_error
 from mpkit.strategies.stage.gradient_sync import GradientSync
-from mpkit.strategies.stage.stage import Stage
+from mpkit.strategies.stage.stage import Stage, onto_device, track
+from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    from mpkit.strategies.rank_context import Context
+    from collections.abc import Hashable
 
-__all__ = ["DP"]
+    from mpkit.strategies.rank_context import Context
+    from mpkit.trace.record.flops import Flops
+
+__all__ = ["DP", "ScatterFeed"]
+
+
+@dataclass
+class ScatteredMicroBatch(MicroBatch):
+    """A rank's share of a micro-batch, and on rank 0 the shares of all ranks, one after the other.
+
+    Attributes:
+        whole: (inputs, targets) of all shares on rank 0; None on the others.
+    """
+
+    whole: tuple[Value, Value] | None = None
+
+
+class ScatterFeed(Feed):
+    """Feeds rank 0 with whole micro-batches, and the other ranks with their share, of which they need the shapes.
+
+    Args:
+        context: this rank's context.
+        job: read for batches and plan.
+    """
+
+    def __init__(self, context: Context, job: TrainJob) -> None:
+        super().__init__(context, job, needed=True)
+        self._owns = context.rank == 0
+
+    def _wanted_parts(self, step: int) -> list[slice]:
+        return (
+            [part for each in self._shares(step) for part in each]
+            if self._owns
+            else super()._wanted_parts(step)
+        )
+
+    def _shares(self, step: int) -> list[list[slice]]:
+        size = self._source.size(step)
+        return shares(size, min(self._m, size), self._n)
+
+    def take(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step, each a `ScatteredMicroBatch`."""
+        scattered = [ScatteredMicroBatch(**vars(each)) for each in super().take(step)]
+        if self._owns:
+            for each, parts in zip(scattered, self._shares(step), strict=True):
+                loaded = [self._load(step, part, each.key) for part in parts]
+                each.whole = _join([x for x, _ in loaded]), _join([y for _, y in loaded])
+        return list(scattered)
+
+
+def _join(values: list[Value]) -> Value:
+    """Concatenate the shares of all ranks."""
+    parts = [iter(leaves(value)) for value in values]
+    return map_tensors(lambda _: torch.cat([next(part) for part in parts]), values[0])
+
+
+class ShareForward(StageForward):
+    """The forward of the whole model without its loss, for one rank's share of a micro-batch."""
+
+    def __init__(self, context: Context, job: TrainJob, stage: Stage) -> None:
+        super().__init__(context, job, stage)
+        self.computes_loss = False  # rank 0 gathers the outputs
+
+    def flops(self, key: Hashable) -> Flops:
+        """Return FLOPs and bytes of the layers' forward and backward, for shares of this signature."""
+        return self._job.where.flops(key, self._s, loss=False)
+
+    def _refusal(self, m: int, made: str, expected: str) -> str:
+        return (
+            f"the model made {made}, and {expected} of inputs of the same shape before: DP gathers outputs, whose "
+            "shapes may depend on the shapes of the data, and not on its values. Plan.ddp gathers none."
+        )
 
 
 class DP(GradientSync):
-    """One rank of DP: the owner of the model (rank 0), or one of those that receive a replica for each batch.
+    """One rank of DP: the owner of the model (rank 0), or one of those that receive a replica for each micro-batch.
 
     Args:
         context: this rank's context.
@@ -73,19 +131,17 @@ class DP(GradientSync):
 
     def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
         super().__init__(stages)
-        self._comm, self._device, self._ledger = context.comm, context.device, context.record.ledger
-        self._rank, self._n = context.rank, job.plan.dp
-        self._context, self._job = context, job
+        self._comm, self._device, self._record = context.comm, context.device, context.record
+        self._job, self._n = job, job.plan.dp
+        self._owns = self.computes_loss = context.rank == 0
         self.loss_scale = 1.0
-        self.computes_loss = context.rank == 0
         self._names = {piece.parameter: piece.name for piece in self.pieces}
         self._grads_ready: set[Tensor] = set()  # whose gradient arrived on this rank in this step
-        self._computed = False  # whether this rank had samples in this step
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._grads_ready.add)
-        if self._rank != 0:
+        if not self._owns:
             self.pieces, self.frozen = [], []  # rank 0 updates, and holds frozen parameters
-        self._replicate = ReplicateParameters(context, job.plan, stages[0].layers)
+        self._replica = Replica(context, job.plan, stages[0].layers)
         self._forward = ShareForward(context, job, stages[0])
         self._work = StageWork(context, job, stages[0], self._forward, sync=self)
 
@@ -96,14 +152,13 @@ class DP(GradientSync):
         self._work.listen(heard)
 
     def watch(self, facts: StepFacts) -> None:
-        """Note from now on what forwards and losses do."""
+        """Note from now on what forwards do."""
         self._work.watch(facts)
 
     def begin_step(self) -> None:
         """Drop the gradients of the previous step."""
-        self._replicate.drop_gradients()
+        self._replica.drop_gradients()
         self._grads_ready.clear()
-        self._computed = False
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Run the forward and backward of a batch; rank 0 ends with the gradients.
@@ -116,37 +171,92 @@ class DP(GradientSync):
             The mean loss over the batch on rank 0, with the count if it has one; nothing on the others.
         """
         self._work.begin_step(number, microbatches, self.loss_scale)
-        losses = [self._microbatch(m, scattered) for m, scattered in enumerate(microbatches)]
+        size = sum(each.samples for each in microbatches)
+        losses = [self._microbatch(m, each, each.samples / size) for m, each in enumerate(microbatches)]
         return [float(sum(each)) for each in zip(*losses, strict=True)]
 
-    def _microbatch(self, m: int, scattered: MicroBatch) -> list[float]:
-        assert isinstance(scattered, ScatteredMicroBatch)
-        has_samples = scattered.rows[self._rank] > 0
-        inputs = self._scatter(scattered)
-        # ---- replicate
-        self._replicate.replicate()
-        # ---- forward
-        outputs = self._work.forward(m, inputs) if has_samples else ()
-        # ---- gather
-        whole = self._gather(scattered, outputs)
+    def _microbatch(self, m: int, microbatch: MicroBatch, weight: float) -> list[float]:
+        assert isinstance(microbatch, ScatteredMicroBatch)
+        whole = microbatch.whole
+        # ---- 1 scatter
+        inputs = self._forward.onto_device(microbatch.inputs if whole is None else whole[0])
+        share = map_tensors(self._scatter if self._owns else self._receive, inputs)
+        del inputs
+        # ---- 2 replicate
+        self._replica.replicate()
+        outputs = self._work.forward(m, share)
+        # ---- 3 gather
+        gathered = [self._comm.gather(output.detach()) for output in outputs]
+        wants = [i for i, output in enumerate(outputs) if output.requires_grad]
+        like = {i: outputs[i].new_empty(1).expand_as(outputs[i]) for i in wants}
         del outputs  # held until the backward, unless it recomputes them
-        # ---- loss
         loss: list[float] = []
-        gradients = None
-        if self._rank == 0:
-            loss, gradients = gathered_loss(self._context, self._job, m, scattered, whole, self.loss_scale)
-        # ---- return
-        mine = self._return(scattered, gradients)
-        # ---- backward
-        self._replicate.begin_gradients()
-        if has_samples:
-            self._work.recompute(m)
-            self._work.backward(m, mine, last=m == self._job.plan.microbatches - 1)
-            self._computed = True
-        # ---- reduce
-        self._replicate.reduce()
-        self._replicate.drop_replicas()
+        gradients: dict[int, Tensor] = {}
+        if whole is not None:
+            track(gathered, self._record)
+            loss, gradients = self._loss(m, gathered, whole[1], signature(*whole), weight)
+        # ---- 4 scatter
+        mine = {i: self._scatter(gradients[i]) if self._owns else self._receive(like[i]) for i in wants}
+        del gathered, gradients
+        self._replica.begin_gradients()
+        self._work.recompute(m)
+        self._work.backward(m, mine, last=m == self._job.plan.microbatches - 1)
+        # ---- 5 reduce
+        self._replica.reduce()
+        self._replica.drop()
         return loss
+
+    def _scatter(self, whole: Tensor) -> Tensor:
+        """Scatter a tensor (n k, ...) of rank 0; return its own part (k, ...)."""
+        part = self._comm.scatter(whole)
+        track([part], self._record)
+        return part
+
+    def _receive(self, like: Tensor) -> Tensor:
+        """Return this rank's part of what rank 0 scatters, which has this shape (k, ...)."""
+        return self._scatter(like.new_empty(1).expand(self._n * len(like), *like.shape[1:]))
+
+    def _loss(
+        self, m: int, outputs: list[Tensor], targets: Value, key: Hashable, weight: float
+    ) -> tuple[list[float], dict[int, Tensor]]:
+        """Compute a micro-batch's share of the loss on rank 0, forward and backward, both recorded.
+
+        Args:
+            m: the micro-batch.
+            outputs, targets: of all ranks, (samples, ...) each.
+            key: the signature of the whole micro-batch.
+            weight: its share of the batch.
+
+        Returns:
+            The share of the loss, with its count if it has one; and the gradients of the outputs, by their number.
+        """
+        record, boundary = self._record, self._job.where.boundary(key, 0)
+        flops = self._job.where.numbers[key][-1].flops
+        targets = onto_device(targets, self._device, record)
+        ends = tuple(
+            out.requires_grad_(spec.requires_grad) for out, spec in zip(outputs, boundary.specs, strict=True)
+        )
+        # ---- forward
+        op = record.begin(Kind.FORWARD, "loss", microbatch=m, flops=flops.forward, nbytes=flops.forward_bytes)
+        with record.memory.saving():
+            loss, *count = loss_share(self._job, boundary.pack(ends), targets, weight)
+        record.end(op)
+        # ---- backward
+        op = record.begin(
+            Kind.BACKWARD, "loss", microbatch=m, flops=flops.backward, nbytes=flops.backward_bytes
+        )
+        torch.autograd.backward([loss], [torch.full_like(loss, self.loss_scale)])
+        gradients = {i: end.grad for i, end in enumerate(ends) if end.grad is not None}
+        track(gradients.values(), record)
+        record.end(op)
+        unused = [i for i, end in enumerate(ends) if end.requires_grad and i not in gradients]
+        if unused:
+            raise MpkitError(
+                f"the loss does not use the model's outputs number {', '.join(map(str, unused))}, and DP sends the "
+                "gradient of each output back to its rank. Let the model return what the loss uses, or detach the "
+                f"others; or Plan.ddp({self._n}), which sends none."
+            )
+        return [loss.item(), *(each.item() for each in count)], gradients
 
     def finish(self) -> None:
         """Handle parameters without a gradient.
@@ -154,108 +264,28 @@ class DP(GradientSync):
         Raises:
             MpkitError: there is one, and the plan does not allow that.
         """
-        missing = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
         if self._job.plan.unused == "error":
-            if missing and self._computed:
+            missing = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
+            if missing:
                 raise unused_error(missing)
             return
         # A parameter that no rank used has no gradient, as in serial training, so that the optimizer leaves it alone.
-        counts = self._replicate.count_used([parameter in self._grads_ready for parameter in self._names])
-        for parameter, count in zip(self._names, counts, strict=True):
+        used = torch.tensor(
+            [parameter in self._grads_ready for parameter in self._names], device=self._device
+        )
+        for parameter, count in zip(self._names, self._comm.reduce(used.int()).tolist(), strict=True):
             if count == 0:
                 parameter.grad = None
-
-    # ---- the exchanges of rows ----------------------------------------------------------------------------
-
-    def _scatter(self, scattered: ScatteredMicroBatch) -> Value:
-        """Return this rank's inputs, scattered by rank 0."""
-        like = self._forward.narrow(scattered.inputs)
-        specs = [RowSpec.from_tensor(tensor) for tensor in leaves(like)]
-        given = [leaves(self._forward.onto_device(inputs)) for inputs, _ in scattered.by_rank]
-        tensors = iter(self._scatter_rows(scattered, specs, given))
-        return map_tensors(lambda _: next(tensors), like)
-
-    def _gather(self, scattered: ScatteredMicroBatch, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gather every rank's outputs on rank 0, (samples, ...) each."""
-        k, specs = max(scattered.rows), self._specs(scattered)
-        nothing = torch.empty(0, row_bytes(specs), dtype=torch.uint8, device=self._device)
-        packed = self._comm.gather(pad_rows(pack_rows(outputs) if outputs else nothing, k))
-        if self._rank != 0:
-            return ()
-        if min(scattered.rows) < k:
-            packed = torch.cat([packed[r * k : r * k + rows] for r, rows in enumerate(scattered.rows)])
-        self._ledger.track(packed, "activations")
-        return unpack_rows(packed, specs)
-
-    def _return(
-        self, scattered: ScatteredMicroBatch, gradients: tuple[Tensor | None, ...] | None
-    ) -> dict[int, Tensor]:
-        """Return this rank's share of the gradients of the outputs that have one, by the output's number."""
-        wanted = [
-            i
-            for i, spec in enumerate(self._job.where.boundary(scattered.keys[0], 0).specs)
-            if spec.requires_grad
-        ]
-        if len(wanted) > 1:  # the loss need not use all outputs; nothing is sent back for the others
-            has_gradient = [gradients is not None and gradients[i] is not None for i in wanted]
-            flags = torch.tensor(has_gradient, dtype=torch.uint8, device=self._device)
-            wanted = [i for i, flag in zip(wanted, self._comm.broadcast(flags).tolist(), strict=True) if flag]
-        if not wanted:
-            return {}
-        given: list[list[Tensor]] = []
-        if gradients is not None:
-            returned = [gradient for i in wanted if (gradient := gradients[i]) is not None]
-            parts = [gradient.split(scattered.rows) for gradient in returned]
-            given = [list(share) for share in zip(*parts, strict=True)]
-        specs = self._specs(scattered)
-        mine = self._scatter_rows(scattered, [specs[i] for i in wanted], given)
-        return dict(zip(wanted, mine, strict=True))
-
-    def _scatter_rows(
-        self, scattered: ScatteredMicroBatch, specs: list[RowSpec], given: list[list[Tensor]]
-    ) -> tuple[Tensor, ...]:
-        """Scatter the tensors that rank 0 has for each rank; return this rank's, (its rows, ...) each."""
-        n, k = self._n, max(scattered.rows)
-        if self._rank == 0:
-            packed = torch.cat([pad_rows(pack_rows(tensors), k) for tensors in given])
-            packed = pad_rows(packed, n * k)
-            self._ledger.track(packed, "buffers")
-        else:
-            packed = torch.empty(1, dtype=torch.uint8, device=self._device).expand(n * k, row_bytes(specs))
-        mine = self._comm.scatter(packed)
-        self._ledger.track(mine, "activations")
-        return unpack_rows(mine[: scattered.rows[self._rank]], specs)
-
-    def _specs(self, scattered: ScatteredMicroBatch) -> list[RowSpec]:
-        """Return the specs of the model's outputs for one sample."""
-        return [
-            RowSpec(spec.shape[1:], spec.dtype)
-            for spec in self._job.where.boundary(scattered.keys[0], 0).specs
-        ]
-
-    @contextmanager
-    def scatter_inputs(
-        self, scattered: ScatteredMicroBatch
-    ) -> Iterator[tuple[Value, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]]:
-        """Scatter a micro-batch and replicate the parameters, for a forward without a backward inside the block.
-
-        Yields:
-            This rank's inputs, and a function that gathers every rank's outputs on rank 0.
-        """
-        inputs = self._scatter(scattered)
-        self._replicate.replicate()
-        yield inputs, lambda outputs: self._gather(scattered, outputs)
-        self._replicate.drop_replicas()
 
     # ---- looking at it ------------------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Replicate the parameters on this rank inside the block, which every rank enters."""
-        self._replicate.replicate()
+        self._replica.replicate()
         yield
-        self._replicate.drop_replicas()
+        self._replica.drop()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state on rank 0, and nothing on the others."""
-        return self.stages[0].state_dict() if self._rank == 0 else {}
+        return self.stages[0].state_dict() if self._owns else {}

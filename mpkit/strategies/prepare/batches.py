@@ -14,7 +14,7 @@ from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.datasets import WANTED, checked_batch
-from mpkit.strategies.data.microbatch import Value, batch_size, part
+from mpkit.strategies.data.microbatch import Value, batch_size, part, split
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.models.nested_values import flatten
 
@@ -123,12 +123,12 @@ def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Val
 
 
 def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
-    """Check that every batch has a sample for each micro-batch.
+    """Check that every batch has a sample for each micro-batch, and under DP equally many for each rank.
 
     Raises:
-        ValueError: a batch has too few samples.
+        ValueError: a batch has too few samples, or DP cannot scatter it.
     """
-    m = plan.microbatches
+    m, n = plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1
     for i, (inputs, _) in enumerate(batches):
         size = batch_size(inputs)
         if size < m:
@@ -140,6 +140,12 @@ def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
             raise ValueError(
                 f"{plan}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
                 f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
+            )
+        if any((end - start) % n for start, end in split(size, m)):
+            raise ValueError(
+                f"{plan}: nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
+                f"{'a batch' if m == 1 else f'one of {m} micro-batches of a batch'} of {size}. Plan.ddp({n}) takes "
+                f"batches of any size; DP takes one of {n * m * max(1, round(size / n / m))}."
             )
 
 

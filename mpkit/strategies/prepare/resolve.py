@@ -61,6 +61,8 @@ def resolve(
         model = freeze_unshared_norms(model, plan.microbatches, plan.dp)
     # ---- shapes
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
+    if plan.data_parallel == "dp":  # rank 0 computes the loss of the whole, and evaluates by itself
+        shapes |= one_of_each_shape(sizes, plan.microbatches, 1)
     # ---- local
     copies = local_copies(model, plan, schedule, sizes[0])
     # ---- dry run

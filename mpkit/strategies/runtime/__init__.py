@@ -17,5 +17,5 @@ A micro-batch of k samples out of a batch of K counts k/K on every rank. So grad
 replicas, and uneven shares come out right. A loss that counts something other than samples returns (total, count):
 totals are backpropagated, and the update divides the complete gradients by the whole count (`strategies.loss`).
 
-After a step comes `AfterStep`: an evaluation if one is due (`ForwardPass`), and the user's `on_step`.
+After a step comes `AfterStep`: an evaluation if one is due, and the user's `on_step`.
 """

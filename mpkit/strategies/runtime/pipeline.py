@@ -59,6 +59,9 @@ __all__ = ["Pipeline"]
 LAST_HALF = ("B", "W")
 """The actions that add to the weights' gradients."""
 
+FORWARDS = ("F", "SEND_F", "RECV_F")
+"""The actions of an evaluation."""
+
 
 class Pipeline:
     """One rank's half of every message, and its stages' forwards and backwards.
@@ -68,16 +71,21 @@ class Pipeline:
         job: what to train, and how.
         axes: the mesh's axes; the ranks of a pipeline are a line along pp.
         sync: this rank's stages, and the synchronization of their gradients.
+        evaluates: whether only forwards run, and the last stage computes scores, for `Evaluation`.
 
     Attributes:
         loss_scale: factor of the gradients, which lets fp16 represent them.
         computes_loss: whether this rank computes the loss, and sends it to the others.
     """
 
-    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
+    def __init__(
+        self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync, *, evaluates: bool = False
+    ) -> None:
         self._context, self._job = context, job
         schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
+        if evaluates:  # in the order of the schedule every input is there before it is needed
+            self._row = tuple(action for action in self._row if action.kind in FORWARDS)
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         forward_of = StageForward if job.where.partition is None else PartForward
         over = partial(attention_over, job.plan, axes.communicator_of)
@@ -87,6 +95,8 @@ class Pipeline:
         self._work = {
             s: StageWork(context, job, stage, self._forwards[s], sync) for s, stage in sync.stages.items()
         }
+        for forward in self._forwards.values():
+            forward.evaluates = evaluates
         self._last = schedule.stages - 1
         self.computes_loss = self._last in sync.stages
         self.loss_scale = 1.0
@@ -94,7 +104,7 @@ class Pipeline:
         self._messages = StageMessages(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
-        self._broadcasts_early = context.comm.wire.by_name
+        self._broadcasts_early = context.comm.wire.by_name and not evaluates
         self._routes = StageRoutes(job)
 
     def listen(self, heard: ForwardDraws | None) -> None:
@@ -157,6 +167,26 @@ class Pipeline:
         # ---- drain
         self._messages.drain()
         return [value.item() for value in loss]
+
+    def scores(self, number: int, microbatches: list[MicroBatch]) -> Tensor | None:
+        """Return the sums and weights of a batch's scores on ranks with the last stage; None on the others.
+
+        Args:
+            number: the number of the batch.
+            microbatches: this rank's share of it; a small batch has fewer than the schedule.
+        """
+        self._microbatches = microbatches
+        for work in self._work.values():
+            work.begin_step(number, microbatches, 1.0)
+        for action in self._row:
+            if action.kind == "F" and action.microbatch < len(microbatches):
+                self._forward(action)
+            elif action.microbatch < len(microbatches):
+                self._communicate(action)
+        self._messages.drain()
+        added = sum_of(self._loss) if self.computes_loss else None
+        self._loss.clear()
+        return None if added is None else added.to(self._context.device, torch.float64)
 
     # ---- execute ------------------------------------------------------------------------------------------
 
