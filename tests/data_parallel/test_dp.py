@@ -162,4 +162,11 @@ def test_parts_that_are_not_equal(train: Train) -> None:
 def test_an_output_that_the_loss_leaves_out(train: Train) -> None:
     data = [({"x": normal(8, 4), "tokens": torch.randint(5, (8,))}, normal(8, 2))]
     with pytest.raises(mk.errors.MpkitError, match="does not use the model's outputs number 1"):
-        train(Two().double(), data, mk.Plan.dp(2), loss=lambda o, t: F.mse_loss(o[0], t), optimizer=adamw, steps=1)
+        train(
+            Two().double(),
+            data,
+            mk.Plan.dp(2),
+            loss=lambda o, t: F.mse_loss(o[0], t),
+            optimizer=adamw,
+            steps=1,
+        )

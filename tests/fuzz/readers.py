@@ -243,7 +243,7 @@ def checkpoint() -> list[bytes]:
         }
         write_rank(Path(name, "rank-0.pt"), state)
         head = CheckpointHead(
-            step=2, number=1, plan=json.loads(Plan.serial().to_json()), world_size=1,
+            step=2, plan=json.loads(Plan.serial().to_json()), world_size=1,
             facts={"trained": {"0.weight": form}, **facts}, scaler={"scale": 1.0, "good": 0}, skipped=0,
             training="0" * 32,
         )  # fmt: skip

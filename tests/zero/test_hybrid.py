@@ -14,7 +14,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.strategies.replicas.shard import shard
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.replicas.part import ReplicatedPart, shard_groups
+from mpkit.strategies.replicas.zero3 import zero_sync
+from mpkit.strategies.stage.stage import Stage
 from mpkit.trace import Kind
 from tests.recipes import adamw
 from tests.serial import EXACT, Train
@@ -82,7 +86,10 @@ class UsedTwice(nn.Module):
 
 def accumulate(ctx: Any, zero: int) -> dict[str, Tensor]:
     model = UsedTwice()
-    replica = shard(ctx, model, zero, dp_shard=2, bucket_mb=0.0001)
+    plan = mk.Plan(dp=ctx.world_size, zero=zero, dp_shard=2, bucket_mb=0.0001, batchnorm="local")
+    axes = MeshAxes(ctx.comm, ctx.device, plan.mesh)
+    stages, groups = {0: Stage(0, layers_of(model), ctx.device)}, shard_groups(plan, axes)
+    replica = zero_sync(ReplicatedPart(ctx, plan, stages, axes.communicator_of("dp"), groups=groups))
     optimizer = torch.optim.SGD([piece.held for piece in replica.pieces], lr=0.1)
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from mpkit.data import text_batches
 from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.replicas.flat import Flat
-from mpkit.strategies.replicas.shard import shard
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal
 
@@ -246,16 +244,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         torch.testing.assert_close(value, without.state_dict()[name], rtol=1e-2, atol=1e-3)
 
 
-# ---------------------------------------------------------------- a learner's own loop
-
-
-def in_fp16(ctx: Any) -> None:
-    shard(ctx, nn.Linear(4, 4), precision="fp16")
-
-
-def test_a_precision_is_not_ignored(clusters: Callable[[int], mk.Cluster]) -> None:
-    with pytest.raises(mk.RankFailed, match=r"(?s)ValueError: shard\(precision='fp16'\).*mk.Plan.zero"):
-        clusters(2).run(in_fp16)
+# ---------------------------------------------------------------- weights that layers share
 
 
 def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train: Train) -> None:

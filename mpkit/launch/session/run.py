@@ -109,7 +109,7 @@ class Run(Execution):
         how = self._job.how
         if how.saving is None or not self._launch.leads:
             return None
-        return lock_folder(how.saving, how.resume, how.steps)
+        return lock_folder(how.saving)
 
     # ---- while it runs ------------------------------------------------------------------------------------
 

@@ -6,11 +6,14 @@ reducible    a tensor that can be reduced in that way
 part_shape   a tensor that is cut into equal parts
 uneven_parts  a tensor that is cut into parts of given sizes
 out          a tensor that the backend can fill
+tag          an integer, or a letter and an integer; it distinguishes messages between the same two ranks
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,7 +21,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["member", "output_tensor", "part_shape", "peer", "reducible", "root", "uneven_parts"]
+__all__ = [
+    "LIMIT",
+    "member",
+    "output_tensor",
+    "part_shape",
+    "peer",
+    "reducible",
+    "root",
+    "tag_number",
+    "uneven_parts",
+]
 
 
 def member(group: Communicator, what: str) -> Communicator:
@@ -125,3 +138,31 @@ def output_tensor(
             f"{tuple(out.shape)}, {out.dtype} and strides {out.stride()}: torch.empty({shape}, dtype={like.dtype})"
         )
     return out.detach()
+
+
+LIMIT = 1_000_000
+"""The integers of tags are below it."""
+
+
+@lru_cache(4096)
+def tag_number(tag: int | str) -> int:
+    """Return the integer that backends use for a tag; different tags have different integers.
+
+    >>> tag_number(7), tag_number("A7"), tag_number("F3")
+    (7, 1000007, 6000003)
+
+    Raises:
+        ValueError: the tag is neither an integer from 0 to 999,999 nor a capital letter followed by one.
+    """
+    letter, number = "", tag
+    if isinstance(tag, str):
+        match = re.fullmatch(r"([A-Z]?)(\d{1,6})", tag)
+        if match is None:
+            raise ValueError(
+                f"tag={tag!r}: a tag is an integer, or a capital letter and an integer, such as 'F3'"
+            )
+        letter, number = match[1], int(match[2])
+    assert isinstance(number, int)
+    if not 0 <= number < LIMIT:
+        raise ValueError(f"tag={tag!r}: the integer of a tag goes from 0 to {LIMIT - 1:,}")
+    return (ord(letter) - ord("A") + 1) * LIMIT + number if letter else number

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from mpkit.errors import CommMismatch
+from mpkit.strategies.comm.arguments import tag_number
 from mpkit.strategies.comm.call_files import CallTable, Log
-from mpkit.strategies.comm.tags import tag_number
 from mpkit.trace import Kind, read_rank
 from mpkit.trace.mismatch import find_issued, why_not
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible, root, uneven_parts
 from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduce_scatter
-from mpkit.strategies.comm.work import Work
+from mpkit.strategies.comm.wire import Work
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:

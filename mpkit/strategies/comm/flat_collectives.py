@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.comm.tags import tag_number
+from mpkit.strategies.comm.arguments import tag_number
 
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator

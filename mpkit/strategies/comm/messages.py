@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.comm.arguments import peer
-from mpkit.strategies.comm.tags import tag_number
-from mpkit.strategies.comm.wire import CallNumber, Wire
-from mpkit.strategies.comm.work import Work
+from mpkit.strategies.comm.arguments import peer, tag_number
+from mpkit.strategies.comm.wire import CallNumber, Wire, Work
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:

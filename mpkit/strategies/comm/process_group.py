@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["AtOnce", "CompletedWork", "FakeGroup", "PendingWork", "ProcessGroup"]
+__all__ = ["CompletedWork", "FakeGroup", "PendingWork", "ProcessGroup"]
 
 
 class PendingWork(Protocol):
@@ -75,58 +74,7 @@ class ProcessGroup(Protocol):
         """Start receiving from the rank at place `src` into a contiguous buffer."""
 
 
-class AtOnce(ABC):
-    """A base class for groups in one process, whose collectives are complete when they return.
-
-    With `async_op=True` they return the completed communication.
-    """
-
-    @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor: ...
-
-    @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, tensor: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def all_to_all(
-        self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
-    ) -> Tensor:
-        """Exchange parts."""
-
-    @overload
-    def all_reduce(self, tensor: Tensor, *, async_op: Literal[False] = ..., op: str = ...) -> Tensor: ...
-    @overload
-    def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> CompletedWork: ...
-    def all_reduce(
-        self, tensor: Tensor, *, async_op: bool = False, op: str = "sum"
-    ) -> Tensor | CompletedWork:
-        """Reduce over the group, in place."""
-        reduced = self._all_reduce(tensor, op)
-        return CompletedWork(reduced) if async_op else reduced
-
-    @overload
-    def all_gather(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
-    @overload
-    def all_gather(self, tensor: Tensor, *, async_op: Literal[True]) -> CompletedWork: ...
-    def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | CompletedWork:
-        """Gather (k, ...) from every rank into (n k, ...)."""
-        gathered = self._all_gather(tensor)
-        return CompletedWork(gathered) if async_op else gathered
-
-    @overload
-    def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
-    @overload
-    def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[True]) -> CompletedWork: ...
-    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | CompletedWork:
-        """Sum the ranks' (n k, ...) and return this rank's part (k, ...)."""
-        part = self._reduce_scatter(tensor)
-        return CompletedWork(part) if async_op else part
-
-
-class FakeGroup(AtOnce):
+class FakeGroup:
     """A `ProcessGroup` without ranks, for a dry run.
 
     Whatever would be received from other ranks has the right shape but comes from this rank's own tensor: an
@@ -148,16 +96,21 @@ class FakeGroup(AtOnce):
     def __deepcopy__(self, _: object) -> FakeGroup:
         return self  # a copy of a model communicates with the same ranks
 
-    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Any:
+        """Return the tensor."""
         self.reduced += tensor.nbytes
-        return tensor
+        return CompletedWork(tensor) if async_op else tensor
 
-    def _all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Any:
+        """Return n copies of the tensor."""
         self.gathered += self.size * tensor.nbytes
-        return torch.cat([tensor] * self.size)
+        gathered = torch.cat([tensor] * self.size)
+        return CompletedWork(gathered) if async_op else gathered
 
-    def _reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor.chunk(self.size)[self.index].clone()
+    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Any:
+        """Return this rank's part of the tensor."""
+        part = tensor.chunk(self.size)[self.index].clone()
+        return CompletedWork(part) if async_op else part
 
     def all_to_all(
         self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from mpkit.common.torch_private import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
-from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 from mpkit.trace.records import LAYER
@@ -30,7 +30,7 @@ from mpkit.trace.records import LAYER
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["CallNumber", "Wire"]
+__all__ = ["CallNumber", "Wire", "Work"]
 
 _WATCHED = DispatchKeySet(DispatchKey.BackendSelect)
 """Where `mpkit.launch.watch` listens to calls of torch.distributed."""
@@ -55,6 +55,42 @@ class CallNumber(NamedTuple):
     number: int
     peer: int = -1
     call: CheckedCall | None = None
+
+
+@dataclass
+class Work:
+    """A communication in progress. `wait` blocks until it is complete and returns its result.
+
+    Until then it keeps the buffers alive that are being read or filled.
+    """
+
+    _record: Recorder
+    _op: int
+    _handle: Any
+    _result: Callable[[], Tensor]
+    _where: str
+    _waiting: int = -1
+    _call: CheckedCall | None = None
+    _value: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Block until the communication is complete; return its result (a receive's buffer, an all-reduce's tensor).
+
+        Raises:
+            CommMismatch: the data received belongs to a call that does not match this one.
+        """
+        if self._value is None:
+            record, waiting = self._record, self._waiting
+            if waiting < 0:
+                waiting = record.begin(Kind.WAIT, ref=self._op, where=self._where)
+            if self._handle is not None:
+                self._handle.wait()
+            if self._call is not None:
+                self._call.compare()
+            record.end(waiting)
+            record.end(self._op)
+            self._value = self._result()
+        return self._value
 
 
 class Wire:

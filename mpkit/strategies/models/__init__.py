@@ -3,12 +3,10 @@
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import chain, cut
-from mpkit.strategies.models.convnet import ConvNet
 from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, document_mask, next_token_loss
 from mpkit.strategies.models.mlp import MLP
-from mpkit.strategies.models.resnet import ResNet
-from mpkit.strategies.models.unet import UNet
+from mpkit.strategies.models.vision import ConvNet, ResNet, UNet
 
 __all__ = [
     "GPT",

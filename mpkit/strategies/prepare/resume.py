@@ -102,7 +102,7 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
                 f"resume_from={str(path.parent)!r} takes the newest whole one beside it, if there is one."
             ) from None
     damages = []
-    for candidate in candidates(path, doubtful_first=True):
+    for candidate in candidates(path):
         try:
             checkpoint = _whole(candidate)
         except DamagedCheckpoint as damage:

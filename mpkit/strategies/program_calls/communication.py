@@ -29,9 +29,9 @@ from mpkit.common.torch_private import (
     _dispatch_keyset_full_after,
     wait_tensor,
 )
+from mpkit.strategies.comm.arguments import LIMIT
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.tags import LIMIT
 from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.strategies.program_calls.completion import Completion
 from mpkit.strategies.program_calls.lines import SourceLines

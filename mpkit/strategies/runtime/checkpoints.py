@@ -30,7 +30,6 @@ from mpkit.strategies.checkpoint.files import (
     Resume,
     clean,
     digest,
-    next_number,
     partial_of,
     publish,
 )
@@ -81,12 +80,12 @@ class Checkpoints:
         if job.how.resume is not None:
             self._resume(job.how.resume)
         if job.how.saving is not None:
-            context.comm.barrier()  # every rank has read what is renamed or deleted now
+            context.comm.barrier()  # every rank has read what is set aside now
             if context.rank == 0:
                 self._lock = FolderLock(
                     Path(job.how.saving.folder), joins=True
                 )  # held until this process ends
-                clean(Path(job.how.saving.folder), job.how.saving.training)
+                clean(Path(job.how.saving.folder), job.how.first_step)
             context.comm.barrier()
 
     def save_if_due(self, step: int) -> None:
@@ -134,7 +133,7 @@ class Checkpoints:
         dist.gather_object(digests, everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
         if context.rank == 0:
-            head = self._head(next_number(partial.parent), step, saving.training)
+            head = self._head(step, saving.training)
             for files in everybody:
                 head.files |= files
             publish(partial, head, saving)
@@ -156,11 +155,10 @@ class Checkpoints:
             if writer[key] == self._context.rank
         }
 
-    def _head(self, number: int, step: int, training: str) -> CheckpointHead:
+    def _head(self, step: int, training: str) -> CheckpointHead:
         update = self._training.update
         return CheckpointHead(
             step=step,
-            number=number,
             plan=json.loads(self._job.plan.to_json()),
             world_size=self._context.world_size,
             facts=self._job.how.facts,

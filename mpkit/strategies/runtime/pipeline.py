@@ -29,9 +29,10 @@ are added up as in `mpkit.strategies.loss.quotient`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +49,6 @@ from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.partition.value import Route
 from mpkit.strategies.runtime.local_model import attention_over
 from mpkit.strategies.runtime.stage_messages import StageMessages
-from mpkit.strategies.runtime.stage_routes import StageRoutes
 from mpkit.strategies.stage.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
@@ -61,6 +61,13 @@ LAST_HALF = ("B", "W")
 
 FORWARDS = ("F", "SEND_F", "RECV_F")
 """The actions of an evaluation."""
+
+
+class Routes(NamedTuple):
+    """The routes that end at a stage, and those that begin there."""
+
+    arriving: list[Route]
+    leaving: list[Route]
 
 
 class Pipeline:
@@ -105,7 +112,7 @@ class Pipeline:
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
         self._broadcasts_early = context.comm.wire.by_name and not evaluates
-        self._routes = StageRoutes(job)
+        self._routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
     def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
@@ -190,9 +197,20 @@ class Pipeline:
 
     # ---- execute ------------------------------------------------------------------------------------------
 
+    def _routes_of(self, action: Action) -> Routes:
+        """Return the routes to and from an action's stage, for the shapes of its micro-batch; each looked up once."""
+        place = self._microbatches[action.microbatch].key, action.stage
+        routes = self._routes.get(place)
+        if routes is None:
+            where = self._job.where
+            routes = self._routes[place] = Routes(
+                where.incoming_routes(*place), where.outgoing_routes(*place)
+            )
+        return routes
+
     def _communicate(self, action: Action) -> None:
         """Send what a stage made, or post the receive of what it needs."""
-        m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
+        m, routes = action.microbatch, self._routes_of(action)
         match action.kind:
             case "SEND_F":
                 self._messages.send_outputs("F", routes.leaving, m)
@@ -205,7 +223,7 @@ class Pipeline:
 
     def _forward(self, action: Action) -> None:
         """Run F: compute the stage's output, at the last stage the loss, and pass the output on."""
-        s, m, routes = action.stage, action.microbatch, self._routes.routes_of(action, self._microbatches)
+        s, m, routes = action.stage, action.microbatch, self._routes_of(action)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
             wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
@@ -237,7 +255,7 @@ class Pipeline:
         Args:
             last: whether it is the stage's last backward of the step.
         """
-        m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
+        m, routes = action.microbatch, self._routes_of(action)
         work = self._work[action.stage]
         gradients = self._messages.wait_gradients(routes.leaving, m)
         made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)

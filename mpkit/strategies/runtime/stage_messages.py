@@ -20,7 +20,7 @@ from torch import Tensor
 from mpkit.strategies.partition.value import Route, Spec
 
 if TYPE_CHECKING:
-    from mpkit.strategies.comm.work import Work
+    from mpkit.strategies.comm.wire import Work
     from mpkit.strategies.rank_context import Context
 
 __all__ = ["StageMessages"]

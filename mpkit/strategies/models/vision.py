@@ -1,0 +1,188 @@
+"""Networks for images: a chain, a module with a forward of its own and batch norms, and one with skip connections."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.strategies.models.chain import SizedChain
+
+__all__ = ["ConvNet", "ResNet", "UNet"]
+
+
+class ConvNet(SizedChain):
+    """Map images [batch, channels, height, width] to [batch, outputs]; a chain of `stem`, `block0`, ..., `head`.
+
+    The residual blocks follow He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. They normalize by
+    group (Wu and He 2018) and not by batch: a batch norm's mean over a micro-batch differs from that over the batch,
+    so micro-batches would train a different model.
+
+    >>> ConvNet(channels=1, outputs=4)(__import__("torch").zeros(2, 1, 16, 16)).shape
+    torch.Size([2, 4])
+
+    Args:
+        channels: channels of the images.
+        outputs: the number of classes.
+        width: channels inside; a multiple of 4.
+        layers: the number of residual blocks.
+    """
+
+    def __init__(self, channels: int, outputs: int, *, width: int = 16, layers: int = 3) -> None:
+        if width % 4:
+            raise ValueError(
+                f"ConvNet(width={width}): the width is normalized in 4 groups, so 4 must divide it: "
+                f"width={width + 4 - width % 4} does."
+            )
+        blocks = ((f"block{i}", Residual(width)) for i in range(layers))
+        stem = nn.Conv2d(channels, width, 3, padding=1)
+        super().__init__(OrderedDict([("stem", stem), *blocks, ("head", Classifier(width, outputs))]))
+
+
+class Residual(nn.Module):
+    """x + two convolutions of x [batch, width, height, width], each normalized."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(4, width), nn.Conv2d(width, width, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(4, width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> the same."""
+        y = self.conv1(F.relu(self.norm1(x)))
+        y = self.conv2(F.relu(self.norm2(y)))
+        total: Tensor = x + y
+        return total
+
+
+class Classifier(nn.Module):
+    """The mean over the image, then a linear map."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> [batch, outputs]."""
+        scores: Tensor = self.linear(F.relu(x).mean(dim=(2, 3)))
+        return scores
+
+
+class ResNet(nn.Module):
+    """Map images [batch, channels, height, width] to [batch, outputs].
+
+    The model has groups of basic blocks, each group with twice the channels and half the size of the previous one: He
+    et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2. In micro-batches, BatchNorm
+    takes its statistics over each of them, which a plan has to ask for: `Plan(batchnorm="local")`.
+
+    >>> ResNet(channels=1, outputs=4, groups=(1, 1))(__import__("torch").zeros(2, 1, 16, 16)).shape
+    torch.Size([2, 4])
+
+    Args:
+        channels: channels of the images.
+        outputs: the number of classes.
+        width: channels in the first group.
+        groups: the number of blocks in each group.
+    """
+
+    def __init__(
+        self, channels: int, outputs: int, *, width: int = 16, groups: tuple[int, ...] = (2, 2, 2)
+    ) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.groups = nn.ModuleList()
+        for i, blocks in enumerate(groups):
+            wide, before = width * 2**i, width * 2 ** max(i - 1, 0)
+            first = Basic(before, wide, stride=1 if i == 0 else 2)
+            self.groups.append(nn.Sequential(first, *(Basic(wide, wide) for _ in range(blocks - 1))))
+        self.head = nn.Linear(width * 2 ** (len(groups) - 1), outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> [batch, outputs]."""
+        x = F.relu(self.norm(self.stem(x)))
+        for group in self.groups:
+            x = group(x)
+        scores: Tensor = self.head(x.mean(dim=(2, 3)))
+        return scores
+
+
+class Basic(nn.Module):
+    """relu(x + two normalized convolutions of x): [batch, inputs, h, w] -> [batch, outputs, h/stride, w/stride]."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1, self.relu = nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+        self.conv2, self.norm2 = (
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            if stride > 1 or inputs != outputs
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, h, w] -> [batch, outputs, h/stride, w/stride]."""
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        total: Tensor = self.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+        return total
+
+
+class UNet(nn.Module):
+    """Map images [batch, channels, height, width] to scores per class and pixel, [batch, outputs, height, width].
+
+    Each step down halves the size and doubles the channels; each step up undoes one, and also takes the features of the
+    same size from the way down: Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation",
+    MICCAI 2015, figure 1. In a pipeline these skips travel directly to the stage that needs them. The model normalizes
+    by group.
+
+    >>> UNet(channels=1, outputs=2, levels=2)(__import__("torch").zeros(3, 1, 16, 12)).shape
+    torch.Size([3, 2, 16, 12])
+
+    Args:
+        channels: channels of the images.
+        outputs: the number of classes of pixels.
+        width: channels at full size; a multiple of 4.
+        levels: the number of steps down; each halves height and width, so 2**levels has to divide them.
+    """
+
+    def __init__(self, channels: int, outputs: int, *, width: int = 8, levels: int = 3) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        self.down = nn.ModuleList(
+            Double(a, b) for a, b in zip([channels, *widths], widths[:-1], strict=False)
+        )
+        self.bottom = Double(widths[-2], widths[-1])
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
+        self.up = nn.ModuleList(Double(2 * w, w) for w in reversed(widths[:-1]))
+        self.head = nn.Conv2d(width, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> [batch, outputs, height, width]."""
+        skips = []
+        for down in self.down:
+            skips.append(down(x))
+            x = F.max_pool2d(skips[-1], 2)
+        x = self.bottom(x)
+        for widen, up in zip(self.widen, self.up, strict=True):
+            x = up(torch.cat([skips.pop(), widen(x)], dim=1))
+        scores: Tensor = self.head(x)
+        return scores
+
+
+class Double(nn.Module):
+    """Two convolutions, each normalized, with a ReLU after each: [batch, inputs, h, w] -> [batch, outputs, h, w]."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs)
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, h, w] -> [batch, outputs, h, w]."""
+        x = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(x)))
