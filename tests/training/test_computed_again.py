@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.strategies.stage.recompute import AttentionAgain
+from mpkit.strategies.stage.selective_recompute import AttentionAgain
 from tests.serial import Train, check_equal
 
 

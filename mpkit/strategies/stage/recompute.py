@@ -9,7 +9,7 @@ Gradients arrive once per backward, and hooks outside of the call run once. Thre
 
     blocks      the model's repeated blocks: a stage holds the boundaries between them, and the activations within one
                 at a time, 2 s b h bytes per layer in 16 bits
-    attentions  everything is kept but what is inside of an attention (`AttentionAgain`)
+    attentions  `mpkit.strategies.stage.selective_recompute`
     stages      a pipeline's stage without blocks
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
@@ -22,7 +22,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 from weakref import ref
@@ -30,8 +29,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
@@ -40,14 +37,12 @@ from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.partition.graph import PartitionedModel
-from mpkit.strategies.partition.value import Value
 from mpkit.strategies.stage.starting_point import Setting, StartingPoint, WrittenState
 from mpkit.trace import Kind
 from mpkit.trace.record.memory import PackedTensor
 from mpkit.trace.record.recorder import Recorder
 
 __all__ = [
-    "AttentionAgain",
     "RecomputeScope",
     "RecomputedBlock",
     "RecomputedCall",
@@ -172,53 +167,6 @@ def computed_something_else(who: str) -> MpkitError:
         "call to call, such as a cache, a counter or random numbers that are not torch's. Keep all activations, "
         "Plan(recompute='none'), or only attentions, Plan(recompute='selective')"
     )
-
-
-# ---------------------------------------------------------------- attentions
-
-
-class AttentionAgain(TorchFunctionMode):
-    """Lets calls of `torch.nn.functional.scaled_dot_product_attention` keep only their inputs, inside the block.
-
-    Attention takes q, k and v [batch, heads, time, width/heads], computes the scores softmax(q k^T) [batch, heads,
-    time, time], drops some of them, and weights v by them. The scores are many and cheap to compute: of the bytes that
-    a layer keeps, s b h (34 + 5 a s/h) in 16 bits, they are all of 5 a s^2 b. A fused kernel makes no scores in memory;
-    then it is its output that is not kept.
-
-    Args:
-        record: the rank's recorder.
-
-    >>> q, k, v = (torch.randn(1, 1, 3, 2, requires_grad=True) for _ in range(3))
-    >>> with AttentionAgain():
-    ...     y = scaled_dot_product_attention(q, k, v, is_causal=True)
-    >>> torch.equal(y, scaled_dot_product_attention(q, k, v, is_causal=True))
-    True
-    """
-
-    def __init__(self, record: Recorder | None = None) -> None:
-        super().__init__()
-        self._record = record
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replace attention; call any other function as it is."""
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("query")
-        if (
-            func is not scaled_dot_product_attention
-            or isinstance(first, Value)
-            or not torch.is_grad_enabled()
-        ):
-            return func(*args, **kwargs)  # a stand-in for another rank's tensor has nothing to keep
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        if self._record is not None:
-            for tensor in tensors:
-                self._record.ledger.track(tensor, "activations")
-        setting = Setting.now(tensors, OwnDraws(), others=False)
-        return RecomputedCall(
-            partial(func, *args, **kwargs), self._record, setting=setting, who="An attention"
-        )()
 
 
 # ---------------------------------------------------------------- blocks
