@@ -102,8 +102,8 @@ def frames_on_a_rank(ctx: Any, plan: mk.Plan) -> tuple[list[str], list[str]]:
         training.step(0)
     finally:
         dist.all_reduce = original
-    wire = reduced[: reduced.index("DDP._on_grad_ready") + 1] if "DDP._on_grad_ready" in reduced else []
-    return Probe.frames, wire
+    hook = next((i for i, name in enumerate(reduced) if name.endswith("._on_grad_ready")), -1)
+    return Probe.frames, reduced[: hook + 1]
 
 
 def functions_on_stack(frame: FrameType | None) -> list[str]:

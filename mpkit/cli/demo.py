@@ -130,6 +130,10 @@ def find_typical_step(timeline: Timeline) -> int:
     return by_bubble[len(by_bubble) // 2]
 
 
+USUAL = "naive,gpipe,ddp,zero3"
+"""The strategies of the option's default."""
+
+
 @dataclass
 class Demo:
     """The work of `python -m mpkit demo`; the attributes are the options of the command."""
@@ -141,7 +145,7 @@ class Demo:
     length: int = 64
     batch: int = 32
     steps: int = 6
-    strategies: tuple[str, ...] = ("naive", "gpipe", "ddp", "zero3")
+    strategies: tuple[str, ...] = tuple(USUAL.split(","))
     device: str = "auto"
     html: str = "mpkit-demo.html"
     seed: int = 0

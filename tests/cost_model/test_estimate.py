@@ -282,7 +282,6 @@ def test_an_estimate_reads_each_field_of_a_plan_or_rejects_it(name: str) -> None
     [
         (mk.Plan(cp=4, cp_order="zigzag"), 60, "two pieces per rank does not divide .*: sequence=56 does"),
         (mk.Plan(tp=2, sequence_parallel=True), 63, "tp=2 with sequence_parallel=True .*: sequence=62 does"),
-        (mk.Plan(recompute="every=3"), 64, r"there are 2: nothing .*\. Plan\(recompute='every=2'\)"),
         (mk.Plan(), 65, "learned positions for 64 tokens, .*: sequence=64"),
     ],
     ids=repr,
@@ -302,6 +301,12 @@ def test_an_estimate_rejects_what_a_dry_run_does(
         )
     with pytest.raises(ValueError, match=words):
         mk.estimate(small_gpt(), plan, "8x-a100-nvlink", global_batch=4, sequence=sequence)
+
+
+def test_an_estimate_rejects_a_recomputation_of_nothing() -> None:
+    """Such a training warns: all activations are kept."""
+    with pytest.raises(ValueError, match=r"there are 2: nothing .*\. Plan\(recompute='every=2'\)"):
+        mk.estimate(small_gpt(), mk.Plan(recompute="every=3"), "8x-a100-nvlink", global_batch=4, sequence=64)
 
 
 def small_gpt() -> GPT:

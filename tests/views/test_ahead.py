@@ -14,6 +14,7 @@ from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.series import device_memory
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.tracks import pack_tracks
+from tests.words import unwrapped
 
 ASKED = {"global_batch": 8, "sequence": 4096}
 PLAN = mk.Plan.zero(3, 8, precision="bf16")
@@ -27,7 +28,7 @@ def drawn_words(svg: str) -> list[str]:
 def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: str) -> None:
     found = mk.fits("llama3-8b", PLAN, machine, **ASKED)
     picture, text = draw(found, "svg"), str(found)
-    (needed,) = re.findall(r": ([\d.]+ of [\d.]+ GiB) on rank 0", text)
+    (needed,) = re.findall(r": ([\d.]+ of [\d.]+ GiB) on rank 0", unwrapped(text))
     words = drawn_words(picture)
     assert words[0].startswith(f"llama3-8b {'fits' if found else 'does not fit'} {machine}: ")
     assert ("What would fit" if not found else "The largest batch that fits") in " ".join(words)

@@ -131,7 +131,7 @@ def test_any_two_degrees_determine_the_third() -> None:
 
 
 def test_changes_of_a_plan_keep_its_groups(clusters: Clusters) -> None:
-    """What would fit, what-if and the nearest plan for a cluster change degrees that groups depend on."""
+    """What would fit and what-if change degrees that groups depend on."""
     big = mk.fits(
         "llama3-70b", mk.Plan(dp=32, zero=3, dp_shard=8, precision="bf16"), "4x8-a100-hdr", sequence=1024
     )
@@ -142,5 +142,3 @@ def test_changes_of_a_plan_keep_its_groups(clusters: Clusters) -> None:
     assert run.what_if(zero=0).plan == mk.Plan(dp=4)
     assert run.what_if(dp_shard=None).plan == mk.Plan(dp=4, zero=3)
     assert run.timeline().diagnose() is not None
-    with pytest.raises(ValueError, match=r"Plan\(dp=4, zero=3, dp_shard=2, dp_replicate=2\)"):
-        clusters(4).train(chain(), batch(), mk.Plan(dp=8, zero=3, dp_shard=2), **how)

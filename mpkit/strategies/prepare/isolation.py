@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
         logging.disable(
             logging.CRITICAL
         )  # fake tensors log every refusal, with a traceback from inside torch
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as caught, silent():
+        with torch.random.fork_rng(devices=[]), silent(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UnwisePlan)
             try:
