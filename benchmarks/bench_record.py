@@ -56,7 +56,7 @@ def _ops(folder: Path) -> Iterator[Row]:
     def profiled() -> Callable[[], None]:
         region = record_function("F")
         region.__enter__()
-        return lambda: region.__exit__(None)
+        return lambda: region.__exit__(None, None, None)
 
     ops = {
         "an op of no length": _cost(compute, busy=0),
