@@ -66,7 +66,7 @@ class Draws:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         if self.others is not None:
-            self.others.begin()
+            self.others.begin(self.place)
         self.own.enter(spans, self.device)
         self._latest[:] = [self.generators[0].initial_seed()]
 
@@ -147,18 +147,21 @@ class OtherState:
 
 
 class OtherDraws:
-    """Whether layers draw from Python's or NumPy's generators.
+    """Whether layers draw from Python's or NumPy's generators, and what torch's are seeded with.
 
     Attributes:
         drawn: whether one has, so far.
+        places: the places of the micro-batches whose layers have begun, so far.
     """
 
     def __init__(self) -> None:
         self.drawn = False
+        self.places: set[tuple[int, int, int, int]] = set()
         self._start: OtherState | None = None
 
-    def begin(self) -> None:
-        """Look from here on."""
+    def begin(self, place: tuple[int, int, int, int]) -> None:
+        """Look from here on, in a layer of the micro-batch with this place."""
+        self.places.add(place)
         self._start = OtherState.now()
 
     def end(self) -> None:

@@ -27,6 +27,9 @@ CHANCE = 1e-9
 """The chance of a coincidence below which equal draws are none."""
 
 
+SHARED = "replicas, or micro-batches, draw the same random numbers for different samples"
+
+
 class SharedDraws(Exception):
     """Ranks drew the same numbers for different things, different ones for the same, or not as often as serially."""
 
@@ -74,6 +77,24 @@ class StepDraws:
 
     def __bool__(self) -> bool:
         return any(self._lines.values())
+
+    def check_places(self, places: list[set[tuple[int, int, int, int]]]) -> None:
+        """Check that no two replicas or micro-batches draw from one seed: few draws would not show it.
+
+        Args:
+            places: by rank, what the numbers of its micro-batches were seeded with.
+
+        Raises:
+            SharedDraws: two do.
+        """
+        computed: dict[int, set[int]] = {}
+        seeded: dict[int, set[tuple[int, int, int, int]]] = {}
+        for rank, (heard, of) in enumerate(zip(self.by_rank, places, strict=True)):
+            dp = self.plan.mesh.place(rank).dp
+            computed.setdefault(dp, set()).update(m for _, m in heard)
+            seeded.setdefault(dp, set()).update(of)
+        if self and len(set().union(*seeded.values())) < sum(map(len, computed.values())):
+            raise SharedDraws(SHARED)
 
     def begin(self) -> None:
         """Begin again with the first draw."""
@@ -162,9 +183,7 @@ class StepDraws:
         # of pairs: twice each, since any of them might be the equal ones.
         together = prod(2 * chance for chance in self.chances.values() if chance < 0.5)
         if min(*alone, together) < CHANCE:
-            raise SharedDraws(
-                "replicas, or micro-batches, draw the same random numbers for different samples"
-            )
+            raise SharedDraws(SHARED)
         assert whole is not None
         return whole
 

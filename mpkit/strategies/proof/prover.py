@@ -145,6 +145,7 @@ class Prover:
             name: g if g is None else self._to_device(g) for name, g in found.gradients.items()
         }
         draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws, found.decides, self._chances)
+        draws.check_places(found.places)
         attempt = Attempt(serial, batch, draws, found.scale)
         tensors = [t for value in batch for t in leaves(value)]
         few = few_of(coarsest(serial.model, tensors), max(t.numel() for t in tensors))

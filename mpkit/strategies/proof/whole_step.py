@@ -63,6 +63,7 @@ class WholeStep:
         digests: (rank, name, shard, dtype, digest, before) of each parameter that a rank computes with.
         buffers, buffers_before: by rank, by name.
         draws: what each rank drew at random, by stage and micro-batch.
+        places: by rank, what the random numbers of each of its micro-batches were seeded with.
         remembered: what model and loss remember in Python from earlier steps, of the first rank that does.
         other_memory: the places of what they remember that cannot be sent.
         other_draws: whether a forward drew random numbers that are not torch's.
@@ -83,6 +84,7 @@ class WholeStep:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     buffers_before: list[dict[str, Tensor]] = field(default_factory=list)
     draws: list[dict[tuple[int, int], list[Tensor]]] = field(default_factory=list)
+    places: list[set[tuple[int, int, int, int]]] = field(default_factory=list)
     frozen: list[tuple[Elements, Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     remembered: Remembered = field(default_factory=dict)
@@ -161,6 +163,7 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
             where = Elements(rank, piece["name"], piece["start"], _shard(piece["shard"], shape))
             found.frozen.append((where, piece["held"]))
         found.draws.append(file["draws"])
+        found.places.append(file["places"])
         found.losses.append(file["loss"])
         found.buffers.append(file["buffers"])
         found.buffers_before.append(file["buffers_before"])

@@ -161,6 +161,7 @@ class RankEvidence:
             "buffers": self._buffers(),
             "draws": self._heard.draws,
             "other_draws": self._heard.others.drawn,
+            "places": self._heard.others.places,
             "decides": self._heard.decides,
             "loss": self._training.loss,
             "scale": scale,
