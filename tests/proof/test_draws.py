@@ -50,3 +50,11 @@ def test_equal_draws_add_up_over_parts_and_steps(samples: int, width: int, count
 
 def test_accidents_are_none() -> None:
     assert steps_until_found(alike=False, samples=4, width=1, count=4, steps=300) == 300
+
+
+def test_one_seed_of_two_replicas_is_found_though_they_draw_few_numbers() -> None:
+    heard: list[dict[tuple[int, int], list[Tensor]]] = [{(0, 0): [torch.ones(2)]}, {(0, 0): [torch.ones(2)]}]
+    draws = StepDraws(mk.Plan.ddp(2), 4, heard)
+    draws.check_places([{(0, 5, 0, 0)}, {(0, 5, 1, 0)}])
+    with pytest.raises(SharedDraws, match="the same random numbers for different samples"):
+        draws.check_places([{(0, 5, 0, 0)}, {(0, 5, 0, 0)}])
