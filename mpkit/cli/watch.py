@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import runpy
 import sys
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mpkit.common.process_wide import Replacements
 from mpkit.launch.place import is_launched, within_cluster
-from mpkit.launch.process.program_exit import finish
 from mpkit.launch.session.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class CommandProgram:
         finally:
             replaced.restore()
         if within_cluster():  # elsewhere the interpreter does it
-            finish()
+            _finish()
 
 
 class _HardExit(BaseException):
@@ -138,3 +139,12 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _finish() -> None:
+    """Do what Python does at the end of a program; nothing may start threads afterwards."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            child.join()
+    atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""The parent's half: one launch, from the payload to its outcome.
+"""One launch, from the payload to its outcome, as `Cluster` and `Run` see it; and that of ranks started here.
 
 start     write the folder that the ranks read (`run_folder`), and ask the fork server to fork them
 watch     handle events, show output (`sink`), look for hangs (`hang/hang.py`); one thread polls until it is over
@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,66 +26,40 @@ from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import sampler_for
 from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
 from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
-from mpkit.launch.process.output import OutputReader, Sink
-from mpkit.launch.process.rank_processes import RankProcesses, is_stopped
+from mpkit.launch.process.output import OutputReader
+from mpkit.launch.process.processes import RankProcesses, is_stopped
 from mpkit.launch.process.run_folder import new_folder
 from mpkit.trace import Trace
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "RankLaunch"]
 
 KILL_TAKES = 5.0
 """Seconds within which killed ranks have exited, if the fork server answers."""
 
 
-class Launch:
-    """Ranks that run one function.
-
-    Args:
-        fork_server: the process that forks the ranks.
-        settings: the settings that every rank reads.
-        payload: the bytes that `pack` returned.
-        timeout: see `mpkit.launch.hang.hang.Patience`.
-        sink: receives labelled lines of output. If it raises, it receives no more lines and the ranks continue; a
-            BrokenPipeError, which means that nothing reads this program's output, ends them.
-        meta: data for the trace's meta.
-        modules: modules that the ranks need and that do not change, to be imported before the ranks are forked.
+class RankLaunch:
+    """Ranks that run one function: forked here (`Launch`), or started by a launcher (`LaunchedRank`).
 
     Attributes:
+        ranks: the number of ranks.
+        folder: where they write.
+        meta: data for the trace's meta.
         leads: whether this process has the trace of all ranks; on one machine it always has.
+        error: what it failed with, or None.
+        stopped, has_ended: whether somebody has ended it; whether it is over, however it ended.
         hangs: watches the ranks.
-
-    Raises:
-        OSError: the disk has no space for the files that the ranks need.
     """
 
     leads = True
+    hangs: HangWatch
+    folder: Path
 
-    def __init__(
-        self, fork_server: ForkServerClient, settings: Settings, payload: bytes, *, timeout: float | None,
-        sink: Callable[[str], None], meta: dict[str, Any], modules: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self.ranks = settings.ranks
-        self.has_ended = False
+    def __init__(self, ranks: int, meta: dict[str, Any]) -> None:
+        self.ranks, self.meta = ranks, meta
         self.error: Exception | None = None
-        self.stopped = False
-        self._sampler = sampler_for(settings)
-        facts = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend}
-        self.meta = {**facts, **self._sampler.meta, **meta}
-        self._fork_server, self._modules = fork_server, modules
-        self.folder = new_folder(settings, self.meta, payload)
-        # Not at exit, when the process's folder goes with all that lie in it.
-        weakref.finalize(self, _remove, self.folder).atexit = False
-        weakref.finalize(self, self._sampler.close)
+        self.stopped = self.has_ended = False
         self._processes = RankProcesses()
-        self._sink = Sink(sink)
-        self._output = OutputReader(self.folder, self.ranks)
-        self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout)
-        self._polling = threading.RLock()
-        self._looked = 0.0
-        self._stopped_since: float | None = None  # when the fork server was found stopped
-        self._killed_at: float | None = None
         self._trace: Trace | None = None
-        self._begun = False  # by the first poll, which starts the ranks
 
     @property
     def pids(self) -> list[int]:
@@ -92,14 +67,14 @@ class Launch:
         return self._processes.pids
 
     @property
-    def losses(self) -> list[float]:
-        """The loss of every step so far."""
-        return self.trace.losses
-
-    @property
     def waiting_for(self) -> str | None:
         """The notice of a long wait, in words; None while there is none."""
         return self.hangs.waiting_for
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step so far."""
+        return self.trace.losses
 
     @property
     def trace(self) -> Trace:
@@ -112,35 +87,87 @@ class Launch:
             self._trace = trace
         return trace
 
-    # ---- start --------------------------------------------------------------------------------------------
+    def raise_error(self) -> None:
+        """Raise the error of the launch, if there is one.
 
-    def _start(self) -> None:
-        try:
-            self._fork_server.wait_ready()
-        except MpkitError as error:
-            self._finish(error)
-            return
+        If nothing reads this program's output (`python train.py | head -1`), it ends as other programs do: with exit
+        code 141 (128 + SIGPIPE) and without a traceback.
+        """
+        out: Any = sys.stdout
+        if isinstance(self.error, BrokenPipeError) and out is not None and out == sys.__stdout__:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes stdout at exit
+            raise SystemExit(128 + 13)
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # without the frames of an earlier raise
+
+    def results(self, load: Callable[[IO[bytes]], Any] = pickle.load) -> list[Any]:
+        """Return what the function returned, by rank, or raise the error of the launch.
+
+        Args:
+            load: reads a result's file; replace it if the ranks are not trusted.
+
+        Raises:
+            MpkitError: the launch was stopped before its end.
+        """
+        assert self.has_ended, "asked for results before the launch was over"
+        self.raise_error()
         if self.stopped:
-            self._finish(None)
-            return
+            raise MpkitError("this run was stopped before its end: there are no results")
+        found = []
+        for rank in range(self.ranks):
+            with self._open_result(rank) as file:
+                found.append(load(file))
+        return found
+
+    def _open_result(self, rank: int) -> IO[bytes]:
+        return part(self.folder, rank, "result").open("rb")
+
+
+class Launch(RankLaunch):
+    """A launch of ranks that this process starts.
+
+    Args:
+        fork_server: the process that forks the ranks, once it has imported torch.
+        settings: the settings that every rank reads.
+        payload: the bytes that `pack` returned.
+        timeout: see `mpkit.launch.hang.hang.Patience`.
+        sink: receives labelled lines of output. If it raises, it receives no more lines and the ranks continue; a
+            BrokenPipeError, which means that nothing reads this program's output, ends them.
+        meta: data for the trace's meta.
+        modules: modules that the ranks need and that do not change, to be imported before the ranks are forked.
+
+    Raises:
+        OSError: the disk has no space for the files that the ranks need.
+    """
+
+    def __init__(
+        self, fork_server: ForkServerClient, settings: Settings, payload: bytes, *, timeout: float | None,
+        sink: Callable[[str], None], meta: dict[str, Any], modules: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._sampler = sampler_for(settings)
+        facts = {"world_size": settings.ranks, "device": settings.device, "backend": settings.backend}
+        super().__init__(settings.ranks, {**facts, **self._sampler.meta, **meta})
+        self._fork_server = fork_server
+        self.folder = new_folder(settings, self.meta, payload)
+        # Not at exit, when the process's folder goes with all that lie in it.
+        weakref.finalize(self, _remove, self.folder).atexit = False
+        weakref.finalize(self, self._sampler.close)
+        self._sink, self._is_heard = sink, True
+        self._output = OutputReader(self.folder, self.ranks)
+        self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout)
+        self._polling = threading.RLock()
+        self._looked = 0.0
+        self._stopped_since: float | None = None  # when the fork server was found stopped
+        self._killed_at: float | None = None
         self._sampler.start(self.folder)
-        self._begun = True
-        self._fork_server.tell(
-            do="launch", folder=str(self.folder), ranks=self.ranks, modules=list(self._modules)
-        )
-        if self.stopped:  # by another thread in the meantime
-            self.kill()
+        # The ranks start now, or as soon as the fork server has imported torch.
+        fork_server.tell("launch", folder=str(self.folder), ranks=self.ranks, modules=list(modules))
 
     # ---- watch --------------------------------------------------------------------------------------------
 
     def poll(self, wait: float) -> bool:
-        """Process what happens within `wait` seconds and return whether the launch is over.
-
-        The first call starts the ranks; if necessary it waits until the fork server has imported torch.
-        """
+        """Process what happens within `wait` seconds and return whether the launch is over."""
         with self._polling:
-            if not self._begun and not self.has_ended:
-                self._start()
             if not self.has_ended:
                 self._take_events(wait)
             if not self.has_ended and time.monotonic() - self._looked > LOOK_EVERY:
@@ -149,12 +176,7 @@ class Launch:
         return self.has_ended
 
     def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
-        """Poll until the launch is over; an exception meanwhile (Ctrl-C, an unreadable trace) ends the ranks first.
-
-        Args:
-            pause: seconds per poll.
-            tick: called after each poll.
-        """
+        """Poll until the launch is over; an exception meanwhile (Ctrl-C, an unreadable trace) ends the ranks first."""
         try:
             while not self.poll(pause):
                 tick()
@@ -163,12 +185,11 @@ class Launch:
             raise
 
     work = finish
-    """Let the ranks do their work, and return when they have ended."""
 
     def _take_events(self, wait: float) -> None:
         for event in self._fork_server.events(wait):
             if event["event"] == "gone":
-                self._force(MpkitError("the process that ranks are started from has died"))
+                self._force(MpkitError(event["why"]))
             elif event["event"] == "started":
                 self._processes.pids = list(event["pids"])
             elif event["event"] == "exit":
@@ -194,7 +215,7 @@ class Launch:
             self._force(MpkitError(STOPPED.format(pid=self._fork_server.pid)))
             return
         self._show(self._output.lines())
-        if self.error is None and self._killed_at is None and self.hangs.look(self):
+        if self.error is None and self._killed_at is None and self.pids and self.hangs.look(self):
             self.give_up()
 
     def show_output(self) -> None:
@@ -207,11 +228,25 @@ class Launch:
         self._show([line])
 
     def _show(self, lines: Iterable[str]) -> None:
-        """Show lines of output; end the ranks if nothing reads this program's output any more."""
-        self._sink.show(lines)
-        if self._sink.broken is not None and self.error is None:
-            self.error = self._sink.broken
-            self._kill_ranks()
+        """Pass lines on until that fails; end the ranks if nothing reads this program's output any more."""
+        for line in lines:
+            try:
+                if self._is_heard:
+                    self._sink(line)
+            except Exception as error:
+                self._is_heard = False
+                if not isinstance(error, BrokenPipeError):
+                    trouble = f"{type(error).__name__}: {error}"
+                    with suppress(
+                        OSError, ValueError, AttributeError
+                    ):  # standard error may be closed as well
+                        print(
+                            f"mpkit: what the ranks print cannot be shown any more ({trouble}); they go on",
+                            file=sys.stderr,
+                        )
+                elif self.error is None:
+                    self.error = error
+                    self._kill_ranks()
 
     def give_up(self) -> None:
         """End all ranks as hung, with a report of which rank waits where. For `poll` and its callers."""
@@ -234,25 +269,25 @@ class Launch:
             error: the error that the launch ends with; None: the user ended it.
         """
         if error is not None and self.error is None:
-            self.error = error if isinstance(error, Exception) else MpkitError(_spell_interrupt(error))
+            ended = f"the thread that follows the ranks was ended by {type(error).__name__}"
+            self.error = error if isinstance(error, Exception) else MpkitError(ended)
         self.kill()
         while not self.has_ended:
             if self._polling.acquire(timeout=LOOK_EVERY):  # otherwise the polling thread handles it
                 try:
-                    if not self._begun:
-                        self._finish(None)
-                    elif not self.has_ended:
-                        self._take_events(0.05)
+                    if self.has_ended:
+                        return
+                    if self.goes_on(0.05) and not self._fork_server.own_pid:  # it imports torch still
+                        self._force(None)
                 finally:
                     self._polling.release()
 
     def _kill_ranks(self) -> None:
         if self._killed_at is None:
             self._killed_at = time.monotonic()
-        if self._begun:
-            self._fork_server.tell(do="kill")
+        self._fork_server.tell("kill")
 
-    def _force(self, error: MpkitError) -> None:
+    def _force(self, error: MpkitError | None) -> None:
         """Kill all ranks and the fork server without the fork server's help."""
         self._processes.kill()
         self._fork_server.kill()
@@ -273,50 +308,7 @@ class Launch:
             self.hangs.close()
             self._show(self._output.lines(last=True))
 
-    # ---- outcome ------------------------------------------------------------------------------------------
-
-    def raise_error(self) -> None:
-        """Raise the error of the launch, if there is one.
-
-        If nothing reads this program's output (`python train.py | head -1`), it ends as other programs do: with exit
-        code 141 (128 + SIGPIPE) and without a traceback.
-        """
-        if self.error is None:
-            return
-        if (
-            isinstance(self.error, BrokenPipeError)
-            and sys.stdout is sys.__stdout__
-            and sys.stdout is not None
-        ):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
-            raise SystemExit(128 + 13)
-        raise self.error.with_traceback(None)  # without the frames of an earlier raise
-
-    def results(self, load: Callable[[IO[bytes]], Any] = pickle.load) -> list[Any]:
-        """Return what the function returned, by rank, or raise the error of the launch.
-
-        Args:
-            load: reads a result's file; replace it if the ranks are not trusted.
-
-        Raises:
-            MpkitError: the launch was stopped before its end.
-        """
-        assert self.has_ended, "asked for results before the launch was over"
-        self.raise_error()
-        if self.stopped:
-            raise MpkitError("this run was stopped before its end: there are no results")
-        return [self.result(rank, load) for rank in range(self.ranks)]
-
-    def result(self, rank: int, load: Callable[[IO[bytes]], Any] = pickle.load) -> Any:
-        """Return what the function returned on one rank."""
-        with part(self.folder, rank, "result").open("rb") as file:
-            return load(file)
-
 
 def _remove(folder: Path) -> None:
     """Remove a folder in a thread: the launch that takes this one's place need not wait for the disk."""
     threading.Thread(target=shutil.rmtree, args=(folder, True), name="mpkit-remove", daemon=True).start()
-
-
-def _spell_interrupt(error: BaseException) -> str:
-    return f"the thread that follows the ranks was ended by {type(error).__name__}"

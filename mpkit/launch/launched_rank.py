@@ -1,4 +1,4 @@
-"""One launch on ranks that a launcher has started: the same to `Cluster` and `Run` as `mpkit.launch.launch.Launch`.
+"""One launch on ranks that a launcher has started.
 
 agree     one folder per node, the nodes' clocks, the process ids of the node's ranks
 work      this process's own rank, in its main thread; the first rank of each node watches its ranks for hangs
@@ -36,17 +36,14 @@ from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.failure import failure
 from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
-from mpkit.launch.process.launcher_environment import join
-from mpkit.launch.process.payload import unpack
-from mpkit.launch.process.program_exit import own_process
-from mpkit.launch.process.rank import context_of, device_of, report
-from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.launch import RankLaunch
+from mpkit.launch.process.group import join
+from mpkit.launch.process.processes import answer_requests, end_answers
+from mpkit.launch.process.rank import device_of, report, work
 from mpkit.launch.process.run_folder import empty_folder, hold, keep
-from mpkit.launch.process.stacks import answer_requests, end_answers
 from mpkit.launch.torchrun import Launcher
 from mpkit.strategies.comm.own_process import forget_group
 from mpkit.strategies.comm.release import free_kept
-from mpkit.strategies.packing.packing import dumps
 from mpkit.trace import HEADER, MEMORY, OP, Trace
 from mpkit.trace.record.recorder import Recorder
 from mpkit.trace.records import VALUE
@@ -66,8 +63,8 @@ OTHERS = ("names", "sent", "taken", "axes")
 """The files of a rank that have none."""
 
 
-class LaunchedRank:
-    """Ranks that run one function, of which this process is one.
+class LaunchedRank(RankLaunch):
+    """A launch of ranks that a launcher has started, of which this process is one.
 
     Args:
         launcher: the processes.
@@ -79,7 +76,6 @@ class LaunchedRank:
 
     Attributes:
         folder: where the ranks of this node write; on rank 0, where all traces come together.
-        leads: whether this is rank 0, which has the trace of all ranks.
         apart: whether there are several nodes, whose ranks write into several folders.
     """
 
@@ -88,13 +84,19 @@ class LaunchedRank:
         sink: Callable[[str], None], meta: dict[str, Any],
     ) -> None:  # fmt: skip
         launcher.check()
+        facts: dict[str, Any] = {
+            "world_size": launcher.ranks, "device": settings.device, "backend": launcher.backend,
+            "hosts": launcher.hosts, "nodes": launcher.nodes, "launcher": launcher.place.launcher,
+        }  # fmt: skip
+        if settings.device == "cuda":
+            facts["gpus_not_sampled"] = (
+                f"{NOT_SAMPLED}: that is done where mk.Cluster starts the ranks itself, and here a launcher did; "
+                "`nvidia-smi dmon -s umt` on a node shows its GPUs meanwhile."
+            )
+        super().__init__(launcher.ranks, {**facts, **meta})
         self._launcher, self._payload, self._sink = launcher, payload, sink
-        self.ranks, self.leads = launcher.ranks, launcher.rank == 0
-        self.apart = len(set(launcher.nodes)) > 1
-        self.error: Exception | None = None
-        self.stopped = False
+        self.leads, self.apart = launcher.rank == 0, len(set(launcher.nodes)) > 1
         self._over = threading.Event()
-        self._trace: Trace | None = None
         self._losses: list[float] = []
         self._results: list[bytes] = []
         self._settings = replace(
@@ -105,25 +107,13 @@ class LaunchedRank:
         self.folder = _folder_of_node(launcher)
         if self._watches:
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            (self.folder / LAUNCHED).write_text(APART if self.apart else TOGETHER)
+            self._write_meta()
         else:
             weakref.finalize(self, os.close, hold(self.folder))
         self._clocks = [(time.monotonic_ns(), *launcher.clock_offset())]
-        facts: dict[str, Any] = {
-            "world_size": self.ranks, "device": settings.device, "backend": launcher.backend,
-            "hosts": launcher.hosts, "nodes": launcher.nodes, "launcher": launcher.place.launcher,
-        }  # fmt: skip
-        if settings.device == "cuda":
-            facts["gpus_not_sampled"] = (
-                f"{NOT_SAMPLED}: that is done where mk.Cluster starts the ranks itself, and here a launcher did; "
-                "`nvidia-smi dmon -s umt` on a node shows its GPUs meanwhile."
-            )
-        self.meta = {**facts, **meta}
-        if self._watches:
-            (self.folder / LAUNCHED).write_text(APART if self.apart else TOGETHER)
-            self._write_meta()
-        self._processes = RankProcesses()
         self._processes.pids = launcher.tell(os.getpid())
-        self._hangs = HangWatch(self.folder, self.ranks, self._processes, timeout, launcher.local)
+        self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout, launcher.local)
 
     @property
     def pids(self) -> list[int]:
@@ -147,23 +137,22 @@ class LaunchedRank:
         except (Exception, SystemExit) as error:
             self._fail(error)
         finally:
-            self._over.set()
+            self._set_over()
+
+    def _set_over(self) -> None:
+        self.has_ended = True
+        self._over.set()
 
     def _run_rank(self) -> None:
-        launcher, recorder = self._launcher, None
+        launcher, settings, recorder = self._launcher, self._settings, None
         stack = answer_requests(self.folder, launcher.rank)
         try:
             with _unchanged_process():
-                device = device_of(launcher.place.local_rank, self._settings)
-                recorder = Recorder(self.folder, launcher.rank, device, layers=self._settings.layers)
+                device = device_of(launcher.place.local_rank, settings)
+                recorder = Recorder(self.folder, launcher.rank, device, layers=settings.layers)
                 with self._group():
-                    context = context_of(
-                        launcher.rank, self._settings, device, recorder, self._settings.compares
-                    )
-                    function, args = unpack(io.BytesIO(self._payload), enter=False)
-                    with own_process():
-                        returned = function(context, *args)
-                    result = dumps(returned)
+                    payload = io.BytesIO(self._payload)
+                    result = work(launcher.rank, settings, device, recorder, payload, enter=False)
                     recorder.close("finished")
                     self._share(result)
         except BaseException as error:
@@ -178,10 +167,7 @@ class LaunchedRank:
     @contextmanager
     def _group(self) -> Iterator[None]:
         """Form the process group, unless the program has; afterwards free it and the groups within it."""
-        own, hook = (
-            not dist.is_initialized(),
-            sys.excepthook,
-        )  # each init_process_group wraps the hook once more
+        own, hook = not dist.is_initialized(), sys.excepthook  # which each init_process_group wraps once more
         if own:
             self._form("group")
         before, again = set(_world.pg_map), self._launcher.store_for("program")
@@ -275,7 +261,7 @@ class LaunchedRank:
                     f"{self.folder}, the folder of this run, was removed while it ran: something cleans up temporary "
                     "files there. The environment variable TMPDIR names another place: TMPDIR=$HOME/tmp"
                 ))  # fmt: skip
-            if self._hangs.look(self) and (error := self._hangs.verdict(self)) is not None:
+            if self.hangs.look(self) and (error := self.hangs.verdict(self)) is not None:
                 records = keep(self.folder)
                 self._end_process(error, f"\nThese ranks' records are here: mk.Trace.load({str(records)!r})")
 
@@ -293,7 +279,7 @@ class LaunchedRank:
     def _fail(self, error: BaseException) -> None:
         """Find what made this rank fail: its own error, or that of a rank of this node whose end it has noticed."""
         self._launcher.broken = True
-        self._over.set()
+        self._set_over()
         deadline = time.monotonic() + WAY_OUT
         while time.monotonic() < deadline and self.error is None:
             errors = [read_error(self.folder, rank) for rank in self._launcher.local]
@@ -335,23 +321,13 @@ class LaunchedRank:
         if not self.has_ended:
             self.kill()
 
-    # ---- what Cluster and Run ask of a launch ---------------------------------------------------------------
-
     def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the launch is over, in another thread than the one that works."""
         tick()
         while not self._over.wait(pause):
             tick()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the launch has ended in this process."""
-        return self._over.is_set()
-
-    @property
-    def waiting_for(self) -> str | None:
-        """The notice of a long wait on this node; None while there is none."""
-        return self._hangs.waiting_for
+    # ---- outcome --------------------------------------------------------------------------------------------
 
     @property
     def trace(self) -> Trace:
@@ -360,36 +336,21 @@ class LaunchedRank:
         Raises:
             MpkitError: this is not rank 0, nor the first rank of its node, which watches the others.
         """
-        if self._trace is not None:
-            return self._trace
         if not self.leads and (self.has_ended or not self._watches):
             raise MpkitError(
                 f"the traces of all ranks come together on rank 0, and this is rank {self._launcher.rank}: "
                 "`if cluster.rank == 0:` before what reads or draws them, such as run.timeline(). run.losses, "
                 "run.state_dict() and the results of cluster.run are the same on every rank."
             )
-        return Trace.read(self.folder)
+        return super().trace
 
     @property
     def losses(self) -> list[float]:
         """The loss of every step so far; on other ranks than 0, once the run is over."""
         return self._losses if self.has_ended or not self.leads else self.trace.losses
 
-    def raise_error(self) -> None:
-        """Raise the error of the launch, if there is one."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-
-    def results(self, load: Callable[[IO[bytes]], Any] | None = None) -> list[Any]:
-        """Return what the function returned, by rank, or raise the error of the launch."""
-        self.raise_error()
-        return [self.result(rank, load) for rank in range(self.ranks)]
-
-    def result(self, rank: int, load: Callable[[IO[bytes]], Any] | None = None) -> Any:
-        """Return what the function returned on one rank."""
-        import pickle
-
-        return (load or pickle.load)(io.BytesIO(self._results[rank]))
+    def _open_result(self, rank: int) -> IO[bytes]:
+        return io.BytesIO(self._results[rank])
 
 
 def _folder_of_node(launcher: Launcher) -> Path:

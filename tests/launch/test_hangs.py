@@ -15,7 +15,7 @@ import mpkit as mk
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import Patience
 from mpkit.launch.hang.waits import Sight
-from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.processes import RankProcesses
 from mpkit.trace import MEMORY, OP, Kind
 from mpkit.trace.trace import RankTrace
 

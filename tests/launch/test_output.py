@@ -39,7 +39,7 @@ def test_nothing_is_lost_at_the_end(cluster: mk.Cluster, capsys: pytest.CaptureF
 def test_lines_stay_whole_however_they_are_written(tmp_path: Path) -> None:
     log = os.open(tmp_path / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     reader = OutputReader(tmp_path, 2)
-    one, other = labelled_output(log, 0, 1), labelled_output(log, 1, 1)
+    one, other = labelled_output(tmp_path, 0, 1), labelled_output(tmp_path, 1, 1)
     one.write("in ")
     other.write("whole\n")
     assert list(reader.lines()) == ["[rank 1] whole"]

@@ -12,7 +12,7 @@ import mpkit as mk
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import LIMIT, Patience
 from mpkit.launch.hang.waits import Sight
-from mpkit.launch.process import stacks
+from mpkit.launch.process import processes
 
 
 def test_a_rank_without_a_handler_gets_no_signal(
@@ -20,7 +20,7 @@ def test_a_rank_without_a_handler_gets_no_signal(
 ) -> None:
     """As on a machine so busy that ranks use no CPU time for ten seconds, and answer no request."""
     monkeypatch.setattr(hang, "NOTICE_AFTER", 0.2)
-    monkeypatch.setattr(stacks, "STACKS_TAKE", 1)
+    monkeypatch.setattr(processes, "STACKS_TAKE", 1)
     monkeypatch.setattr(hang, "IDLE", 1e9)
     with mk.Cluster(2, device="cpu", start="spawn") as cluster:
         assert cluster.run(signals) == [(True, True)] * 2

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import mpkit as mk
 from mpkit.launch.hang import hang
-from mpkit.launch.process import stacks
+from mpkit.launch.process import processes
 from tests.limits import EVENT
 
 
@@ -26,7 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Half a second for ten, and as long as a busy machine needs for stacks."""
     monkeypatch.setattr(hang, "NOTICE_AFTER", 0.5)
     monkeypatch.setattr(hang, "SAID_RANKS", 8)
-    monkeypatch.setattr(stacks, "STACKS_TAKE", 150)
+    monkeypatch.setattr(processes, "STACKS_TAKE", 150)
     yield
 
 

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
-from mpkit.launch.process.launcher_environment import as_torchrun
+from mpkit.launch.process.group import as_torchrun
 from mpkit.models import GPT
 
 sys.path.insert(0, str(Path(__file__).parent))

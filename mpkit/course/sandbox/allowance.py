@@ -105,7 +105,8 @@ def run_within(launch: Launch, limits: Limits) -> None:
     from mpkit.course.sandbox.fair_clock import FairClock
 
     try:
-        launch.poll(0.0)  # starts the ranks, once torch is imported
+        while not launch.pids and not launch.poll(0.1):  # ranks start once torch is imported
+            pass
         clock, allowance, begun = FairClock(), Allowance(limits.seconds, limits.patience), time.monotonic()
         why = ""
         while not launch.poll(0.1):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 
 from mpkit.common.this_process import cores
-from mpkit.launch.process.rank_processes import cpu_seconds
+from mpkit.launch.process.processes import cpu_seconds
 
 __all__ = ["FairClock"]
 

@@ -1,9 +1,8 @@
 """Whether the ranks of a launch wait for each other forever; which ranks others wait for; and both in words.
 
     Patience     decides when to give up
-    WaitWatch    notices for which rank others have waited long, before any rank is given up: that is no error, since a
-                 rank may compute for as long as it needs
-    HangWatch    looks at the ranks again and again, shows the notice, asks for stacks, and returns the error of a hang
+    HangWatch    looks at the ranks again and again; shows a notice of those for which others have waited long, which is
+                 no error, since a rank may compute for as long as it needs; returns the error of a hang
     explain      which rank waits where, which never arrived, and what the others were doing
 
 Ranks hang when every one of them waits (its newest op is an open WAIT), has finished or is stopped, and none makes
@@ -18,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -35,21 +34,11 @@ from mpkit.launch.hang.waits import (
     unanswered_calls,
     waited_for,
 )
-from mpkit.launch.process.rank_processes import RankProcesses, cpu_seconds
-from mpkit.launch.process.stacks import ask_stacks, place_of
+from mpkit.launch.process.processes import RankProcesses, ask_stacks, cpu_seconds, place_of
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
-__all__ = [
-    "LIMIT",
-    "LOOK_EVERY",
-    "HangWatch",
-    "LaunchSignals",
-    "Patience",
-    "WaitWatch",
-    "explain",
-    "reasons",
-]
+__all__ = ["LIMIT", "LOOK_EVERY", "HangWatch", "LaunchSignals", "Patience", "explain", "reasons"]
 
 LOOK_EVERY = 0.1
 """Seconds between two checks of the ranks' progress."""
@@ -131,77 +120,13 @@ class Patience:
         return any(held) and all(one or s.state == FINISHED for one, s in zip(held, sights, strict=True))
 
 
-# ---- the notice --------------------------------------------------------------------------------------------------
+# ---- the watch ---------------------------------------------------------------------------------------------------
 
 NOTICE_AFTER = 10.0
 """Seconds that ranks wait before the notice is printed."""
 
 IDLE = 0.05
 """Share of a core below which a rank is considered not to compute."""
-
-
-@dataclass
-class WaitWatch:
-    """Watches which ranks wait for which.
-
-    Args:
-        after: seconds of waiting before the notice.
-    """
-
-    after: float = NOTICE_AFTER
-    _since: list[tuple[Sight, float]] = field(
-        default_factory=list
-    )  # by rank: the latest sight, and when it was first seen
-    _cpu: deque[tuple[float, list[float | None]]] = field(default_factory=lambda: deque(maxlen=4))
-
-    def look(self, sights: Sequence[Sight], pids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return (ranks that wait, ranks that they wait for), both empty as long as there is nothing to report."""
-        now = time.monotonic()
-        if not self._since:
-            self._since = [(sight, now) for sight in sights]
-        self._since = [
-            old if old[0] == sight else (sight, now) for old, sight in zip(self._since, sights, strict=True)
-        ]
-        if pids and (not self._cpu or now - self._cpu[-1][0] > self.after / 4):
-            self._cpu.append((now, [cpu_seconds(pid) for pid in pids]))
-        going = [rank for rank, sight in enumerate(sights) if sight.state == 0]
-        waiting = [r for r in going if sights[r].waiting and now - self._since[r][1] > self.after]
-        others = [rank for rank in going if not sights[rank].waiting]
-        if waiting:
-            return (waiting, others) if others else ([], [])
-        if not pids or any(now - self._since[rank][1] <= self.after for rank in going):
-            return [], []
-        idle = [rank for rank in going if (self.cpu_share(rank, pids) or 0.0) < IDLE]
-        starting = [rank for rank in going if not sights[rank].started]
-        if starting and idle:
-            return ([rank for rank in idle if sights[rank].started] or starting, starting)
-        return (idle, [r for r in going if r not in idle] or idle) if idle else ([], [])
-
-    def cpu_share(self, rank: int, pids: Sequence[int]) -> float | None:
-        """Return the number of cores that the rank has used lately; None where the system does not report it."""
-        if not self._cpu:  # `look` has not been called since the ranks were started
-            return None
-        then, before = self._cpu[0]
-        now, earlier, used = time.monotonic(), before[rank], cpu_seconds(pids[rank])
-        return None if earlier is None or used is None or now <= then else (used - earlier) / (now - then)
-
-
-def ranks_spelt(ranks: Sequence[int]) -> str:
-    """Return a phrase such as "rank 1" or "ranks 0, 2 and 3".
-
-    >>> ranks_spelt([1]), ranks_spelt([0, 2, 3])
-    ('rank 1', 'ranks 0, 2 and 3')
-    """
-    words = [str(rank) for rank in ranks]
-    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
-
-
-def stopped_words(rank: int, pid: int) -> str:
-    """Return what to report about a rank stopped by SIGSTOP, with the command that continues it."""
-    return f"rank {rank} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}"
-
-
-# ---- the watch ---------------------------------------------------------------------------------------------------
 
 SAID_RANKS = 4
 """The number of awaited ranks whose location is reported."""
@@ -243,8 +168,9 @@ class HangWatch:
         self._local, self._processes = range(ranks) if local is None else local, processes
         self._ask = partial(ask_stacks, folder, processes)
         self._patience = Patience(timeout, knows_all=len(self._local) == ranks)
-        self._watch = RankWatch(folder, ranks, local)
-        self._waiting = WaitWatch(NOTICE_AFTER)
+        self._watch, self._after = RankWatch(folder, ranks, local), NOTICE_AFTER
+        self._since: list[tuple[Sight, float]] = []  # by rank: the latest sight, and when it was first seen
+        self._cpu: deque[tuple[float, list[float | None]]] = deque(maxlen=4)  # when, and CPU seconds by rank
         self._said: set[str] = set()
         self.woken: Collection[int] = ()
         self.waiting_for: str | None = None
@@ -268,12 +194,42 @@ class HangWatch:
         running = self._processes.running_ranks(waits) if still else set()
         if self._patience.is_over(sights, trace, stopped, running):
             return True
-        waiting, others = self._waiting.look(sights, self._processes.pids)
+        waiting, others = self._waits(sights)
         if not others:
             self.waiting_for = None
         elif self.waiting_for is None or others != self._waited_for:
             self._notice(launch, waiting, others, sights)
         return False
+
+    def _waits(self, sights: Sequence[Sight]) -> tuple[list[int], list[int]]:
+        """Return (ranks that wait, ranks that they wait for), both empty as long as there is nothing to report."""
+        now, pids = time.monotonic(), self._processes.pids
+        before = self._since or [(sight, now) for sight in sights]
+        self._since = [
+            old if old[0] == sight else (sight, now) for old, sight in zip(before, sights, strict=True)
+        ]
+        if pids and (not self._cpu or now - self._cpu[-1][0] > self._after / 4):
+            self._cpu.append((now, [cpu_seconds(pid) for pid in pids]))
+        going = [rank for rank, sight in enumerate(sights) if sight.state == 0]
+        long = [rank for rank in going if now - self._since[rank][1] > self._after]
+        if waiting := [rank for rank in long if sights[rank].waiting]:
+            others = [rank for rank in going if not sights[rank].waiting]
+            return (waiting, others) if others else ([], [])
+        if not pids or len(long) < len(going):
+            return [], []
+        idle = [rank for rank in going if (self._cpu_share(rank) or 0.0) < IDLE]
+        starting = [rank for rank in going if not sights[rank].started]
+        if starting and idle:
+            return [rank for rank in idle if sights[rank].started] or starting, starting
+        return (idle, [rank for rank in going if rank not in idle] or idle) if idle else ([], [])
+
+    def _cpu_share(self, rank: int) -> float | None:
+        """Return the number of cores that the rank has used lately; None where the system does not report it."""
+        if not self._cpu:  # the ranks have just been started
+            return None
+        (then, before), now = self._cpu[0], time.monotonic()
+        earlier, used = before[rank], cpu_seconds(self._processes.pids[rank])
+        return None if earlier is None or used is None or now <= then else (used - earlier) / (now - then)
 
     def _notice(
         self, launch: LaunchSignals, waiting: list[int], others: list[int], sights: Sequence[Sight]
@@ -284,19 +240,17 @@ class HangWatch:
         stopped, self._waited_for = self._processes.stopped_pids(), others
         places = []
         for rank in others[:SAID_RANKS]:
-            share = self._waiting.cpu_share(rank, self._processes.pids)
+            share, place = self._cpu_share(rank), place_of(stacks[rank])
             busy = "" if share is None else ", using CPU time" if share >= IDLE else ", using no CPU time"
-            place = place_of(stacks[rank])
             where = f"at {place}" if place else "in C code" if sights[rank].started else "starting"
-            places.append(
-                stopped_words(rank, stopped[rank]) if rank in stopped else f"rank {rank} is {where}{busy}"
-            )
-        more = [f"{len(others) - SAID_RANKS} more"] * (len(others) > SAID_RANKS)
+            is_where = f"rank {rank} is {where}{busy}"
+            places.append(stopped_words(rank, stopped[rank]) if rank in stopped else is_where)
+        if len(others) > SAID_RANKS:
+            places.append(f"{len(others) - SAID_RANKS} more")
         for_whom = f"for {ranks_spelt(others)}" if waiting != others else "and none uses CPU time"
         have = "has" if len(waiting) == 1 else "have"
         self.waiting_for = (
-            f"{ranks_spelt(waiting)} {have} waited for {self._waiting.after:g} s {for_whom}: "
-            + "; ".join(places + more)
+            f"{ranks_spelt(waiting)} {have} waited for {self._after:g} s {for_whom}: {'; '.join(places)}"
         )
         if self.waiting_for not in self._said:
             self._said.add(self.waiting_for)
@@ -319,6 +273,21 @@ class HangWatch:
 
 
 # ---- in words ----------------------------------------------------------------------------------------------------
+
+
+def ranks_spelt(ranks: Sequence[int]) -> str:
+    """Return a phrase such as "rank 1" or "ranks 0, 2 and 3".
+
+    >>> ranks_spelt([1]), ranks_spelt([0, 2, 3])
+    ('rank 1', 'ranks 0, 2 and 3')
+    """
+    words = [str(rank) for rank in ranks]
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def stopped_words(rank: int, pid: int) -> str:
+    """Return what to report about a rank stopped by SIGSTOP, with the command that continues it."""
+    return f"rank {rank} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}"
 
 
 def explain(

@@ -30,7 +30,7 @@ from mpkit.common.exceptions import one_line, report
 from mpkit.common.launch_folder import part
 from mpkit.common.tracebacks import fold_chain
 from mpkit.launch.process.output import LabelledLines, end_lines
-from mpkit.launch.process.program_exit import own_process
+from mpkit.launch.process.rank import own_process
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.rank_context import Context

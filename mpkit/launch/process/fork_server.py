@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.this_process import make_undumpable
-from mpkit.launch.process.boot import helper_command
+from mpkit.launch.process.fork_server_client import helper_command
 from mpkit.launch.process.run_folder import remove_unheld
 
 __all__ = ["main"]
@@ -288,7 +288,7 @@ def main(fork: bool = True, closed: bool = False, idle: float | None = None) -> 
     if closed:
         make_undumpable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ranks ignore this one too, until they have a handler: mpkit.launch.process.stacks.
+    # Ranks ignore this one too, until they have a handler: mpkit.launch.process.processes.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # Events are written to a private copy of standard output, so that nothing printed by an import mixes with them.
     out = os.dup(1)

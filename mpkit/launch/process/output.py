@@ -7,20 +7,21 @@ the descriptors 1 and 2, which lead to a file for each rank; the reader labels t
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.launch_folder import OUTPUT_LIMIT, part, read_note
+from mpkit.common.disk import FULL, full_disk
+from mpkit.common.launch_folder import OUTPUT_LIMIT, part, read_note, write_note
+from mpkit.common.private import NO_LINK
 from mpkit.common.safe_text import visible
 
-__all__ = ["LabelledLines", "OutputReader", "Sink", "end_lines", "labelled_output"]
+__all__ = ["LabelledLines", "OutputReader", "end_lines", "labelled_output"]
 
 LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
@@ -37,16 +38,18 @@ CUT = f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)"
 class LabelledLines(io.RawIOBase):
     """The bytes below a rank's sys.stdout or sys.stderr: whole lines, each with the rank's label.
 
+    Where there is no space for output, it ends, a note says so, and the rank continues.
+
     Args:
-        file: descriptor of output.log.
+        folder: the launch's folder.
         rank: whose output it is.
         stream: 1 for stdout, 2 for stderr.
-        on_failure: called with the error if there is no space for output. Output then stops and the rank continues.
     """
 
-    def __init__(self, file: int, rank: int, stream: int, on_failure: Callable[[OSError], None]) -> None:
-        self._file, self._label, self._stream = file, f"[rank {rank}] ".encode(), stream
-        self._on_failure = on_failure
+    def __init__(self, folder: Path, rank: int, stream: int) -> None:
+        self._folder, self._rank, self._stream = folder, rank, stream
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK
+        self._file, self._label = os.open(folder / "output.log", flags, 0o600), f"[rank {rank}] ".encode()
         self._pieces: deque[bytes] = deque()  # of the unfinished line; any thread may append or drain
         self._size, self._room = 0, OUTPUT_LIMIT
 
@@ -103,14 +106,15 @@ class LabelledLines(io.RawIOBase):
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             self._room = -1
-            self._on_failure(error)
+            why = (full_disk(error, self._folder) if error.errno in FULL else error).strerror
+            write_note(
+                self._folder, self._rank, f"mpkit: what rank {self._rank} printed after this is lost: {why}"
+            )
 
 
-def labelled_output(
-    file: int, rank: int, stream: int, on_failure: Callable[[OSError], None] = lambda error: None
-) -> io.TextIOWrapper:
+def labelled_output(folder: Path, rank: int, stream: int) -> io.TextIOWrapper:
     """Return a rank's sys.stdout or sys.stderr, as `LabelledLines` describes it; its encoding is UTF-8."""
-    lines: Any = LabelledLines(file, rank, stream, on_failure)
+    lines: Any = LabelledLines(folder, rank, stream)
     return io.TextIOWrapper(lines, "utf-8", "replace", newline="\n", write_through=True)
 
 
@@ -150,9 +154,8 @@ class OutputReader:
             else:
                 file.empty()  # C++ code and children may write forever, and must not fill the disk
         for rank in range(self._ranks if last else 0):
-            yield from (
-                f"[rank {rank}] {visible(line)}" for line in read_note(self._folder, rank).splitlines()
-            )
+            for line in read_note(self._folder, rank).splitlines():
+                yield f"[rank {rank}] {visible(line)}"
 
 
 class _GrowingFile:
@@ -191,39 +194,3 @@ class _GrowingFile:
         """Truncate the file to free its disk space; appending starts again at the beginning."""
         if self.path.stat().st_size:
             os.truncate(self.path, 0)
-
-
-class Sink:
-    """Passes lines on until that fails.
-
-    Args:
-        line: receives a line.
-
-    Attributes:
-        broken: the error if nothing reads this program's output any more.
-    """
-
-    def __init__(self, line: Callable[[str], None]) -> None:
-        self._line = line
-        self._fails = False
-        self.broken: BrokenPipeError | None = None
-
-    def show(self, lines: Iterable[str]) -> None:
-        """Pass lines on; after a failure they are dropped, and the ranks go on."""
-        for line in lines:
-            if self._fails:
-                continue
-            try:
-                self._line(line)
-            except BrokenPipeError as error:
-                self._fails, self.broken = True, error
-            except Exception as error:
-                self._fails = True
-                trouble = f"{type(error).__name__}: {error}"
-                with contextlib.suppress(
-                    OSError, ValueError, AttributeError
-                ):  # standard error may be closed as well
-                    print(
-                        f"mpkit: what the ranks print cannot be shown any more ({trouble}); they go on",
-                        file=sys.stderr,
-                    )

@@ -1,15 +1,15 @@
 """A rank's half of a launch: from the fork to the user's function and back.
 
-main       all of it
+main       all of it, for a rank that was forked; one that a launcher started shares what follows
 detach     end with the fork server, redirect output into the launch's folder, be ready to write stacks
 meet       find the other ranks and form the process group
+work       call the user's function
 report     write what the launching process needs to explain a failure
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -19,29 +19,27 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpkit.common.disk import FULL, full_disk, write_whole
+from mpkit.common.disk import write_whole
 from mpkit.common.exceptions import one_line
-from mpkit.common.launch_folder import UNREPORTED, Settings, part, write_error, write_note
-from mpkit.common.private import NO_LINK, create
+from mpkit.common.launch_folder import UNREPORTED, Settings, part, write_error
+from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_chain
 from mpkit.errors import CommMismatch
-from mpkit.launch.process.launcher_environment import as_torchrun, join
-from mpkit.launch.process.log_settings import set_logging
+from mpkit.launch.process.group import as_torchrun, join, sign_objects, store_of
 from mpkit.launch.process.output import end_lines, labelled_output
-from mpkit.launch.process.payload import unpack
-from mpkit.launch.process.program_exit import own_process
-from mpkit.launch.process.seal import sign_objects
-from mpkit.launch.process.stacks import answer_requests
-from mpkit.launch.process.store import store_of
+from mpkit.launch.process.payload import set_logging, unpack
+from mpkit.launch.process.processes import answer_requests
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.own_process import note_group
@@ -51,7 +49,7 @@ from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["context_of", "device_of", "main", "report"]
+__all__ = ["device_of", "main", "own_process", "report", "work"]
 
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
@@ -72,14 +70,11 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         store = meet(rank, settings, place)
         recorder = Recorder(
             place, rank, device, layers=settings.layers
-        )  # whose files say that it has started
-        context = context_of(rank, settings, device, recorder, settings.compares)
+        )  # its files say that the rank has started
         with (place / "payload.pkl").open("rb") as file:
-            function, args = unpack(file, enter=True)
-        with own_process():
-            result = function(context, *args)
+            result = work(rank, settings, device, recorder, file, enter=True)
         end_lines()
-        write_whole(part(place, rank, "result"), dumps(result))
+        write_whole(part(place, rank, "result"), result)
         recorder.close("finished")
         os.write(fds["done"], b".")
         os.read(
@@ -91,8 +86,8 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         try:
             report(error, rank, place, recorder)
         except BaseException as worse:  # the disk is full, perhaps; the rank's output may be writable
-            with contextlib.suppress(OSError):
-                text = f"rank {rank} raised {type(error).__name__}, and could not report it: {type(worse).__name__}\n"
+            text = f"rank {rank} raised {type(error).__name__}, and could not report it: {type(worse).__name__}\n"
+            with suppress(OSError):
                 os.write(2, text.encode())
             os._exit(UNREPORTED)
         os._exit(1)
@@ -100,7 +95,7 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
 
 def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     """End with the fork server, redirect output into the launch's folder, be ready to write stacks."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.setpgid(0, group)  # 0 for the first rank: a group of its own, which the others join
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -115,18 +110,11 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     std = create(part(folder, rank, "std"), os.O_WRONLY | os.O_APPEND)
     os.dup2(std, 1)
     os.dup2(std, 2)
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o600)
-
-    def say_where_output_ends(error: OSError) -> None:
-        reason = full_disk(error, folder) if error.errno in FULL else error
-        write_note(folder, rank, f"mpkit: what rank {rank} printed after this is lost: {reason.strerror}")
-
-    sys.stdout, sys.stderr = (labelled_output(log, rank, stream, say_where_output_ends) for stream in (1, 2))
+    sys.stdout, sys.stderr = (labelled_output(folder, rank, stream) for stream in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
-    stack = answer_requests(folder, rank)
-    faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
+    faulthandler.enable(file=answer_requests(folder, rank))  # where Python was when C++ code aborted
 
-    atexit._clear()  # the fork server's; a program's own are called at its end (`program_exit`)
+    atexit._clear()  # the fork server's; a program's own are called at its end (`mpkit.cli.watch`)
     for name, value in settings.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -182,23 +170,68 @@ def meet(rank: int, settings: Settings, folder: Path) -> Any:
     return store
 
 
-def context_of(
-    rank: int, settings: Settings, device: torch.device, recorder: Recorder, compares: bool
-) -> Context:
-    """Return what the function on this rank is called with; the process group exists by now."""
-    checks = CallChecks(recorder.folder, rank) if compares else None
+def work(
+    rank: int,
+    settings: Settings,
+    device: torch.device,
+    recorder: Recorder,
+    payload: IO[bytes],
+    *,
+    enter: bool,
+) -> bytes:
+    """Call the function on this rank, whose process group exists by now, and return its pickled result.
+
+    Args:
+        rank, settings, device, recorder: of this rank.
+        payload: what `mpkit.launch.process.payload.pack` wrote.
+        enter: change this process as the launching one was changed.
+    """
+    checks = CallChecks(recorder.folder, rank) if settings.compares else None
     comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
     context = Context(rank, settings.ranks, device, comm, recorder)
     note_group(comm)
     if device.type == "cuda":
         _enter_context(device)
-    return context
+    function, args = unpack(payload, enter=enter)
+    with own_process():
+        return dumps(function(context, *args))
 
 
 def _enter_context(device: torch.device) -> None:
     """Let autograd's thread for this GPU enter its context: cuBLAS warns if it has to do that itself."""
     x = torch.ones((), device=device, requires_grad=True)
     (x * x).backward()
+
+
+@contextmanager
+def own_process(end: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """Let only this process leave the context: a child that was forked within ends there, as a program does.
+
+    Args:
+        end: ends the child with a status.
+    """
+    parent, status = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == parent:
+            raise
+        status = _status(error)
+    if os.getpid() != parent:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        end(status)
+
+
+def _status(error: BaseException) -> int:
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
 
 
 def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:

@@ -133,11 +133,8 @@ class Cluster:
     def __repr__(self) -> str:
         state = "closed" if self._helper.closed else self.backend
         first = f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
-        return (
-            first
-            if self.device == "cpu"
-            else f"{first}\n{devices_text(self._chosen, self.ranks, self._rows)}"
-        )
+        where = "" if self.device == "cpu" else f"\n{devices_text(self._chosen, self.ranks, self._rows)}"
+        return first + where
 
     def _repr_html_(self) -> str | None:
         return None if self.device == "cpu" else devices_html(self._chosen, self.ranks, self._rows)
@@ -196,12 +193,8 @@ class Cluster:
 
     def _check_free(self) -> None:
         if self.busy:
-            own = self._helper.latest is self._latest
-            whose = (
-                "this cluster"
-                if own
-                else "the cluster whose helper process this one shares (cluster.resized)"
-            )
+            shared = "the cluster whose helper process this one shares (cluster.resized)"
+            whose = "this cluster" if self._helper.latest is self._latest else shared
             raise ValueError(
                 f"{whose} is still busy with an earlier run: run.wait() for its end, or run.stop() it; for runs side "
                 f"by side make another Cluster: mk.Cluster(ranks={self.ranks})"
@@ -253,7 +246,7 @@ class Cluster:
     ) -> list[Any]:
         """Run a function, recorded; in a notebook its dashboard is filled while its cell runs."""
         from mpkit.launch.session.execution import Execution
-        from mpkit.launch.watch.rank_program import NEEDED, check_watch, watch_function
+        from mpkit.launch.watch.program import NEEDED, check_watch, watch_function
 
         execution = Execution(
             self.launch, getattr(fn, "__name__", type(fn).__name__), watch_function, (fn, check_watch(watch), *args),
@@ -343,12 +336,9 @@ class Cluster:
                 checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate, ema=ema,
             ))  # fmt: skip
         run = self._helper.training = Run(self, job, timeout=timeout, show=show, board=board)
-        return run if self._session is None else self._run_own_rank(run)
-
-    def _run_own_rank(self, run: Run) -> Run:
-        """Run this process's rank, in this thread, and wait for the others."""
-        assert self._latest is not None
-        self._latest.work()
+        if self._session is None or self._latest is None:
+            return run
+        self._latest.work()  # this process's rank, in this thread
         return run.wait()
 
     @contextmanager
@@ -397,13 +387,9 @@ class Cluster:
             job = make_job()
             warn_if_unwise(job.plan)
             return job
-        from mpkit.launch.session.launched_cluster import facts_in_common, verified_alike, warn_of_nodes
+        from mpkit.launch.session.launched_cluster import agree_on_job
 
-        job = self._session.same("this training", make_job, facts_in_common)
-        job = verified_alike(job, self._session)
-        warn_if_unwise(job.plan)
-        warn_of_nodes(job.plan, self._session.nodes, self._session.rank)
-        return job
+        return agree_on_job(self._session, make_job)
 
     def launch(
         self, fn: Callable[..., Any], args: tuple[Any, ...], *, timeout: float | None = None,
@@ -426,12 +412,11 @@ class Cluster:
         settings = settings_here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
         )
+        how: dict[str, Any] = {"timeout": timeout, "sink": sink, "meta": meta or {}}
         if self._session is not None:
             from mpkit.launch.launched_rank import LaunchedRank
 
-            self._latest = self._helper.latest = LaunchedRank(
-                self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}
-            )
+            self._latest = self._helper.latest = LaunchedRank(self._session, settings, payload, **how)
             return self._latest
         refuse_second_launcher()
         with self._helper.launching:
@@ -439,7 +424,7 @@ class Cluster:
             fork_server = self._helper.provide()
             settings = replace(settings, environment=fork_server.environment_since())
             self._latest = self._helper.latest = Launch(
-                fork_server, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, modules=modules
+                fork_server, settings, payload, modules=modules, **how
             )
             return self._latest
 

@@ -6,23 +6,21 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.exceptions import report
 from mpkit.common.units import percent, seconds
 from mpkit.devices.placement_notes import spans_nodes
-from mpkit.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.launch.session.run import Run
     from mpkit.launch.torchrun import Launcher
     from mpkit.strategies.prepare.prepare import TrainJob
     from mpkit.timeline.live_timeline import LiveFeed
 
-__all__ = ["ProgressLine", "facts_in_common", "provable_here", "verified_alike", "warn_of_nodes"]
+__all__ = ["ProgressLine", "agree_on_job"]
 
 LINE_EVERY = 1.0, 30.0
 """Seconds between two lines: in a terminal, where each replaces the last one; elsewhere, as in a job's log."""
@@ -31,59 +29,40 @@ CLEAR = "\r\x1b[K"
 """Moves to the beginning of a terminal's line and empties it."""
 
 
-def facts_in_common(job: TrainJob) -> dict[str, Any]:
+def agree_on_job(launcher: Launcher, make_job: Callable[[], TrainJob]) -> TrainJob:
+    """Return the job once all processes have found that they ask for the same.
+
+    Which steps are drawn to be verified, rank 0 decides. Warn, in rank 0's process, if the plan's features work against
+    each other, or if tensor parallelism spans nodes.
+    """
+    from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
+
+    job = launcher.same("this training", make_job, _facts_in_common)
+    job = replace(job, how=replace(job.how, verified=tuple(launcher.tell(job.how.verified)[0])))
+    plan, nodes = job.plan, launcher.nodes
+    warn_if_unwise(plan)
+    words = spans_nodes(plan.mesh.groups("tp"), nodes.__getitem__, max(Counter(nodes).values()))
+    if launcher.rank == 0 and plan.tp > 1 and words:
+        report(f"{plan!r}: {words}")
+    return job
+
+
+def _facts_in_common(job: TrainJob) -> dict[str, Any]:
     """Return what every process has to ask for alike; otherwise replicas would begin with other weights, say."""
     weights = hashlib.sha256()
     for name, tensor in job.what.model.state_dict().items():
         if hasattr(tensor, "detach"):
-            weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            tensor = tensor.detach()
-            weights.update(
-                (tensor.double() if tensor.is_floating_point() else tensor)
-                .cpu()
-                .contiguous()
-                .numpy()
-                .tobytes()
-            )
+            values = tensor.detach().cpu().contiguous()
+            values = values.double() if values.is_floating_point() else values
+            weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.numpy().tobytes())
     facts = {
-        "plan": str(job.plan),
-        "steps": job.how.steps,
-        "seed": job.how.seed,
-        "weights": weights.hexdigest(),
-    }
+        "plan": str(job.plan), "steps": job.how.steps, "seed": job.how.seed, "weights": weights.hexdigest(),
+    }  # fmt: skip
     if len(job.what.batches):
         from mpkit.strategies.data.digest import data_digest
 
         facts["data"] = data_digest(*job.what.batches[0])
     return facts
-
-
-def verified_alike(job: TrainJob, launcher: Launcher) -> TrainJob:
-    """Return the job with the verified steps of rank 0, where one of them is drawn."""
-    steps = launcher.tell(job.how.verified)[0]
-    return replace(job, how=replace(job.how, verified=tuple(steps)))
-
-
-def provable_here(job: TrainJob, launch: LaunchedRank) -> TrainJob:
-    """Return the job as it is if this process compares its steps, and otherwise without steps, and why."""
-    return (
-        job if launch.leads else job.without_proof("rank 0's process compares the steps, and has `run.proof`")
-    )
-
-
-def warn_of_nodes(plan: Plan, nodes: Sequence[str], rank: int) -> None:
-    """Warn, with an `UnwisePlan` in rank 0's process, if tensor parallelism spans nodes.
-
-    Args:
-        plan: what is trained.
-        nodes: the node of each rank.
-        rank: this process's.
-    """
-    if rank or plan.tp == 1:
-        return
-    most = max(Counter(nodes).values())
-    if words := spans_nodes(plan.mesh.groups("tp"), nodes.__getitem__, most):
-        report(f"{plan!r}: {words}")
 
 
 class ProgressLine:

@@ -17,10 +17,9 @@ from mpkit.common.tracebacks import public
 from mpkit.errors import MpkitError
 from mpkit.launch.launched_rank import LaunchedRank
 from mpkit.launch.session.execution import TICK, Execution
-from mpkit.launch.session.launched_cluster import ProgressLine, provable_here
+from mpkit.launch.session.launched_cluster import ProgressLine
 from mpkit.launch.session.run_list import keep
 from mpkit.strategies.checkpoint.files import lock_folder
-from mpkit.strategies.checkpoint.lock import FolderLock
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.proof.proof_thread import ProofThread
 from mpkit.strategies.stage.shard import put_together_by_name
@@ -82,15 +81,20 @@ class Run(Execution):
         self._job, self._cluster = job, cluster
         self._dashboard: Any = None
         self._over = threading.Event()  # set when the run has ended and every observer has been notified
-        super().__init__(
-            cluster.launch, job.plan.describe().split(". ")[0].rstrip("."), train, (job,), timeout=timeout,
-            meta=job.meta, modules=installed_modules(job.what.model), compares=False,
-        )  # fmt: skip
+        saving = job.how.saving if cluster.rank == 0 else None
+        self._folder_lock = lock_folder(saving) if saving is not None else None  # against other trainings
+        try:
+            super().__init__(
+                cluster.launch, job.plan.describe().split(". ")[0].rstrip("."), train, (job,), timeout=timeout,
+                meta=job.meta, modules=installed_modules(job.what.model), compares=False,
+            )  # fmt: skip
+        except BaseException:
+            self._unlock()
+            raise
         launch = self._launch
         try:
-            self._folder_lock = self._lock_checkpoints()
-            if isinstance(launch, LaunchedRank):
-                job = provable_here(job, launch)
+            if not launch.leads:
+                job = job.without_proof("rank 0's process compares the steps, and has `run.proof`")
             self._proving = ProofThread(job, launch.folder, lambda: launch.losses)
             if isinstance(launch, LaunchedRank):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
@@ -99,17 +103,15 @@ class Run(Execution):
                 self.show(board)
         except BaseException:
             launch.end()
+            self._unlock()
             raise
         self._thread = threading.Thread(target=self.follow, name="mpkit-run", daemon=True)
         atexit.register(self._abandon)
         self._thread.start()
 
-    def _lock_checkpoints(self) -> FolderLock | None:
-        """Lock the checkpoint folder against other trainings; called before any rank is started."""
-        how = self._job.how
-        if how.saving is None or not self._launch.leads:
-            return None
-        return lock_folder(how.saving)
+    def _unlock(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     # ---- while it runs ------------------------------------------------------------------------------------
 
@@ -182,8 +184,7 @@ class Run(Execution):
                 self._proving.finish()
                 self._look_at_proof()
                 self._note_end()
-                if self._folder_lock is not None:
-                    self._folder_lock.release()
+                self._unlock()
                 self._end()
                 if in_notebook():
                     keep(self)

@@ -1,0 +1,196 @@
+"""The ranks' processes as the launching process knows them: ids, exits, signals, CPU time, and where each one is.
+
+A rank is asked for its Python stacks with SIGUSR1: faulthandler writes them into the launch's folder without Python's
+lock, also while C code holds it. What the signal interrupts, Python (PEP 475) or the system (SA_RESTART) repeats.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpkit.common.launch_folder import part
+from mpkit.common.private import create
+from mpkit.common.tracebacks import fold_stack
+
+__all__ = [
+    "RankProcesses", "answer_requests", "ask_stacks", "cpu_seconds", "end_answers", "is_stopped", "place_of",
+]  # fmt: skip
+
+STACKS_TAKE, STACKS_EVERY = 30, 0.02
+"""Looks, and the seconds between two of them, that ranks are given to write their stacks. A pause of the whole machine
+is one look."""
+
+
+@dataclass
+class RankProcesses:
+    """The processes of one launch, which the fork server starts and reaps.
+
+    Attributes:
+        pids: process ids by rank; empty until the ranks are started.
+        statuses: exit statuses by rank, in the order in which the ranks ended; a negative status is a signal.
+    """
+
+    pids: list[int] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    _cpu: dict[tuple[int, bool], float] = field(default_factory=dict)
+
+    def stopped_pids(self) -> dict[int, int]:
+        """Return the process ids, by rank, of the ranks stopped by SIGSTOP."""
+        return {rank: pid for rank, pid in enumerate(self.pids) if is_stopped(pid)}
+
+    def running_ranks(self, waiting: Collection[int] = ()) -> set[int]:
+        """Return the ranks that the system reports as runnable, or that used CPU time since the last call.
+
+        Args:
+            waiting: ranks that wait for others in a recorded call, or have finished. Of these the main thread counts
+                alone: gloo's own thread can spin for ever on a connection whose other end is gone.
+        """
+        found = set()
+        for rank, pid in enumerate(self.pids):
+            key = rank, rank in waiting
+            vitals = vitals_of(pid, main_thread=key[1]) if self.runs(rank) else None
+            if vitals is not None:
+                state, cpu = vitals
+                if state == "R" or cpu > self._cpu.get(key, cpu):
+                    found.add(rank)
+                self._cpu[key] = cpu
+        return found
+
+    def runs(self, rank: int) -> bool:
+        """Return whether a rank has been started and has not exited."""
+        return rank < len(self.pids) and rank not in self.statuses
+
+    def kill(self) -> None:
+        """Kill those that have not exited, and what they have started, without the fork server's help."""
+        living = [pid for rank, pid in enumerate(self.pids) if rank not in self.statuses]
+        with suppress(ProcessLookupError, PermissionError):
+            if living:
+                os.killpg(self.pids[0], signal.SIGKILL)
+        for pid in living:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def vitals_of(pid: int, main_thread: bool = False) -> tuple[str, float] | None:
+    """Return the letter of a process's state and the CPU seconds that it has used.
+
+    The letter is that of /proc/PID/stat: "R" on a core or in the queue for one, "T" or "t" stopped by SIGSTOP or a
+    debugger. None: it has exited, or the system does not report it.
+
+    Args:
+        pid: the process.
+        main_thread: on Linux, of its main thread alone.
+    """
+    if sys.platform != "linux":
+        return _ask_psutil(pid)
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the process is stopped by SIGSTOP or a debugger; False where the system does not report it."""
+    vitals = vitals_of(pid)
+    return vitals is not None and vitals[0] in ("T", "t")
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU seconds used by all threads of the process; None where the system does not report it."""
+    vitals = vitals_of(pid)
+    return None if vitals is None else vitals[1]
+
+
+def _ask_psutil(pid: int) -> tuple[str, float] | None:
+    """Return the same on other systems, if psutil is there. Never "R": macOS says so of processes that sleep."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return "T" if process.status() == psutil.STATUS_STOPPED else "", times.user + times.system
+    return None
+
+
+# ---- stacks --------------------------------------------------------------------------------------------------------
+
+
+def answer_requests(folder: Path, rank: int) -> int:
+    """Let this process, which is a rank, write its stacks on request; return the descriptor of their file."""
+    stack = create(part(folder, rank, "stack"), os.O_WRONLY | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    return stack
+
+
+def end_answers(folder: Path, rank: int, stack: int) -> None:
+    """Answer no more requests: the rank is over, and its process goes on."""
+    part(folder, rank, "stack").unlink(missing_ok=True)  # nobody asks who has no such file
+    faulthandler.unregister(signal.SIGUSR1)
+    os.close(stack)
+
+
+def ask_stacks(
+    folder: Path, processes: RankProcesses, ranks: Sequence[int], handle_events: Callable[[float], bool]
+) -> dict[int, str] | None:
+    """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
+
+    Args:
+        folder: the launch's folder.
+        processes: the ranks' processes.
+        ranks: the ranks to ask.
+        handle_events: handles events, such as exits of ranks, for some seconds; returns whether the launch goes on.
+    """
+    stacks, stopped = dict.fromkeys(ranks, ""), processes.stopped_pids()
+    ends = {}
+    for rank in ranks:
+        path = part(
+            folder, rank, "stack"
+        )  # made with the handler, without which the signal would end the rank
+        if processes.runs(rank) and rank not in stopped and path.exists():
+            ends[rank] = path.stat().st_size
+            with suppress(ProcessLookupError):
+                os.kill(processes.pids[rank], signal.SIGUSR1)
+    for _ in range(STACKS_TAKE):
+        if not (missing := [rank for rank in ends if not stacks[rank]]):
+            break
+        if not handle_events(STACKS_EVERY):
+            return None
+        stacks |= {rank: _read_stack(part(folder, rank, "stack"), ends[rank]) for rank in missing}
+    return stacks
+
+
+def _read_stack(path: Path, begin: int) -> str:
+    """Return the main thread's stack, which is the last one after byte `begin`; "" if it is not complete yet."""
+    try:
+        text = path.read_bytes()[begin:].decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    return text.strip().split("\n\n")[-1] if text.endswith("\n") else ""
+
+
+def place_of(stack: str) -> str:
+    r"""Return the innermost line of a stack in the user's own code, such as "train.py:94 in evaluate"; "" if none.
+
+    >>> place_of('Thread 0x1 (most recent call first):\n  File "/home/ada/train.py", line 94 in evaluate')
+    'train.py:94 in evaluate'
+    """
+    lines = [line for line in fold_stack(stack).splitlines() if line.startswith('  File "')]
+    installed = [f'  File "{sysconfig.get_path(kind)}/' for kind in ("stdlib", "purelib", "platlib")]
+    own = [line for line in lines if not line.startswith((*installed, '  File "<frozen'))]
+    if not lines:
+        return ""
+    file, _, rest = (own or lines)[0].removeprefix('  File "').partition('", line ')
+    number, _, function = rest.partition(" in ")
+    return f"{os.path.basename(file)}:{number} in {function}"
