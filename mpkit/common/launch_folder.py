@@ -39,6 +39,9 @@ UNREPORTED = 71
 LAUNCHED, APART, TOGETHER = "launched", "apart", "together"
 """The file in the folder of ranks that a launcher started, and what it says: whether all ranks write there."""
 
+OWN = "mpkit-"
+"""How TORCHELASTIC_RUN_ID begins in the ranks of a Cluster."""
+
 DIFFERENCE = "difference"
 
 RESERVED = {"error": 32768, "note": 1024}

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mpkit.common.launch_folder import OWN
+
 __all__ = [
     "LAUNCHERS",
-    "OWN",
     "LauncherPlace",
     "first_host",
     "is_launched",
@@ -52,9 +53,6 @@ LAUNCHERS = (
     ),
     LauncherVariables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-
-OWN = "mpkit-"
-"""How TORCHELASTIC_RUN_ID begins in the ranks of a Cluster."""
 
 PORT = 29500
 """The port of the rendezvous where the environment names none; torchrun's default too."""

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from mpkit.common.launch_folder import OWN
 from mpkit.common.process_wide import Replacements
 from mpkit.common.torch_private import _world
 from mpkit.errors import MpkitError
-from mpkit.launch.place import OWN
 from mpkit.strategies.comm.release import keep
 
 __all__ = ["as_torchrun", "join", "sign_objects", "store_of"]
@@ -118,7 +118,9 @@ def sign_objects(secret: bytes) -> None:
                 )
             return pickle.loads(signed[SIZE:])
 
-    c10d._pickler, c10d._unpickler = Pickler, Unpickler  # type: ignore[misc, assignment]
+    replaced = Replacements()  # for as long as the rank lives
+    replaced.put(c10d, "_pickler", Pickler)
+    replaced.put(c10d, "_unpickler", Unpickler)
 
 
 def as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -336,10 +336,7 @@ class Cluster:
                 checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate, ema=ema,
             ))  # fmt: skip
         run = self._helper.training = Run(self, job, timeout=timeout, show=show, board=board)
-        if self._session is None or self._latest is None:
-            return run
-        self._latest.work()  # this process's rank, in this thread
-        return run.wait()
+        return run if self._session is None else run.work()
 
     @contextmanager
     def _instead_of_earlier(self) -> Iterator[None]:

@@ -115,6 +115,11 @@ class Run(Execution):
 
     # ---- while it runs ------------------------------------------------------------------------------------
 
+    def work(self) -> Run:
+        """Run this process's rank, which a launcher has started, in this thread, and wait for the others."""
+        self._launch.work()
+        return self.wait()
+
     def wait(self) -> Run:
         """Wait until the run is over, and return the Run. Interrupting the wait stops the run.
 

@@ -51,7 +51,7 @@ def _is_at_its_end(batches: Any) -> bool:
 
 
 def watch_backwards(replaced: Replacements, begins: Callable[[Any], None], ends: Callable[[], None]) -> None:
-    """Call `begins` before each run of autograd's engine (with the tensors that it starts from), and `ends` after it."""
+    """Call `begins` before each run of autograd's engine (with what it starts from), and `ends` after it."""
     run = current("_engine_run_backward")
 
     def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
