@@ -21,8 +21,7 @@ import mpkit as mk
 from benchmarks.pairing import Row, row
 from benchmarks.published import key_of
 from benchmarks.published_rows import read_folder
-from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.search import PLAYED, search, sort_played
+from mpkit.prediction.advice.search import PLAYED, LayoutPrices, search, sort_played
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.preset import preset_for

@@ -21,14 +21,12 @@ import mpkit as mk
 from mpkit.devices.hardware import Hardware
 from mpkit.prediction.advice.advice import Advice
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.communication import network_of
-from mpkit.prediction.cost_model.kernels import kernels_of, peak_of
-from mpkit.prediction.cost_model.layer import layer_time
-from mpkit.prediction.cost_model.layout import Layout, ParameterShares
-from mpkit.prediction.cost_model.memory import FRAGMENTATION, stage_memory
+from mpkit.prediction.cost_model.layer import LayerModel, peak_of
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import stack_of
-from mpkit.prediction.cost_model.step import step_time
+from mpkit.prediction.cost_model.step import StepModel
 
 __all__ = ["EXPERT_ROWS", "FoldingRow", "advised_for", "main", "read_rows", "seconds_of_layer"]
 
@@ -71,14 +69,11 @@ class FoldingRow:
         """The predicted utilization of the fastest layout that fits; 0 if none does."""
         model, stack = MODELS[self.model], stack_of("megatron")
         constants, took = preset_for(self.machine.device.name, stack.name).constants, float("inf")
+        memory = MemoryModel(model, self.sequence, stack, self.machine.device)
+        time = StepModel(model, self.sequence, self.machine, stack, constants)
         for layout in self.layouts:
-            shares = ParameterShares(model, layout, stack)
-            stages = stage_memory(model, layout, self.sequence, stack, shares, device=self.machine.device)
-            if max(sum(held.values()) for held in stages) * (1 + FRAGMENTATION) <= self.machine.device.memory:
-                took = min(
-                    took,
-                    step_time(model, layout, self.sequence, self.machine, stack, constants, shares).seconds,
-                )
+            if memory.of(layout).peak(layout.recompute, layout.offload) <= self.machine.device.memory:
+                took = min(took, time.step(layout).seconds)
         flops = 3 * self.layouts[0].global_batch * model.forward_flops(self.sequence, causal=False)
         return flops / took / self.layouts[0].ranks / peak_of(self.machine.device, "bfloat16")
 
@@ -138,13 +133,16 @@ def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
     stack = stack_of(
         "megatron", fp8="fp8" in case, scaling="block128", deduplicates="a2a" not in case, gradient=2
     )
-    kernels = kernels_of(machine.device, stack, preset_for(machine.device.name, stack.name).constants)
-    layout, network, sequence = Layout(dp=8, ep=8, etp=1), network_of(machine), int(row["seq"])
-    both = layer_time(model, 0, layout, sequence, kernels, network)
-    without = layer_time(
-        Architecture(1, hidden, hidden // 128, ffn=1), 0, Layout(dp=8), sequence, kernels, network
-    )  # an attention, whose norms and residuals the layer's benchmark leaves out
-    return sum(both.forward) - sum(without.forward), sum(both.backward) - sum(without.backward)
+    constants, sequence = preset_for(machine.device.name, stack.name).constants, int(row["seq"])
+    both = LayerModel(model, sequence, machine, stack, constants).kind(0, Layout(dp=8, ep=8, etp=1))
+    # An attention, whose norms and residuals the layer's benchmark leaves out.
+    alone = Architecture(1, hidden, hidden // 128, ffn=1)
+    without = LayerModel(alone, sequence, machine, stack, constants).kind(0, Layout(dp=8))
+    forward, backward = (
+        sum(getattr(both, side).values()) - sum(getattr(without, side).values())
+        for side in ("forward", "backward")
+    )
+    return forward, backward
 
 
 def main() -> None:

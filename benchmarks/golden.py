@@ -18,8 +18,8 @@ from statistics import median
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout, ParameterShares
-from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 
 __all__ = ["Case", "main", "read_cases"]
@@ -53,8 +53,7 @@ class Case:
     @cached_property
     def predicted(self) -> float:
         """The bytes of the last rank at its peak, without what is outside torch's allocator."""
-        shares = ParameterShares(self.model, self.layout, self.stack)
-        stages = stage_memory(self.model, self.layout, self.sequence, self.stack, shares, device=self.device)
+        stages = MemoryModel(self.model, self.sequence, self.stack, self.device).stages(self.layout)
         return sum(stages[-1].values()) - stages[-1]["context"]
 
     @property

@@ -22,8 +22,8 @@ from benchmarks.experts import EXPERT_ROWS
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout, ParameterShares
-from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.stack import MIB, Stack, stack_of
 
 __all__ = ["ExpertCase", "main", "read_expert_cases"]
@@ -164,8 +164,8 @@ class ExpertCase:
 
     @cached_property
     def _held(self) -> dict[str, float]:
-        shares, sequence = ParameterShares(self.model, self.layout, self.stack), self._size("seq-length")
-        return stage_memory(self.model, self.layout, sequence, self.stack, shares, device=self.device)[-1]
+        memory = MemoryModel(self.model, self._size("seq-length"), self.stack, self.device)
+        return memory.stages(self.layout)[-1]
 
     @property
     def _local(self) -> bool:

@@ -22,8 +22,7 @@ from rich.table import Table
 
 from benchmarks.published_rows import read_folder
 from mpkit.prediction.cost_model.calibrate import Observation, left_out, preset_of
-from mpkit.prediction.cost_model.layout import ParameterShares
-from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 
@@ -187,10 +186,7 @@ def _family(stack: str) -> str:
 
 def allocated(step: Observation) -> float:
     """Return the predicted bytes that the rank with most has allocated by torch at its peak."""
-    shares = ParameterShares(step.model, step.layout, step.stack)
-    stages = stage_memory(
-        step.model, step.layout, step.sequence, step.stack, shares, device=step.hardware.device
-    )
+    stages = MemoryModel(step.model, step.sequence, step.stack, step.hardware.device).stages(step.layout)
     return max(sum(memory.values()) - memory["context"] for memory in stages)
 
 

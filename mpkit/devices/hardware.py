@@ -34,10 +34,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log2, sqrt
 
 import numpy as np
 
+from mpkit.common.arrays import Numbers, larger, log2, smaller, where
 from mpkit.common.tracebacks import public
 from mpkit.trace import Kind
 
@@ -95,7 +95,7 @@ RAMP = 5e-9
 _MESSAGES = Kind.SEND, Kind.RECV
 
 
-def wire_factor(kind: int, n: int) -> float:
+def wire_factor(kind: int, n: Numbers) -> Numbers:
     """Return what each rank sends, as a fraction of the payload, when n ranks run this operation together.
 
     The payload is the whole tensor: for an all-gather, what every rank ends with; for a reduce-scatter, what it begins
@@ -108,13 +108,13 @@ def wire_factor(kind: int, n: int) -> float:
         return 2 * (n - 1) / n
     if kind in _PARTS:
         return (n - 1) / n
-    return 1.0 if n > 1 else 0.0  # a message, broadcast, reduce: all of it, once
+    return where(n > 1, 1.0, 0.0)  # a message, broadcast, reduce: all of it, once
 
 
 _PARTS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER)
 
 
-def hops(kind: int, n: int) -> int:
+def hops(kind: int, n: Numbers) -> Numbers:
     """Return how many times a rank waits for a neighbour on a ring of n ranks.
 
     >>> hops(Kind.ALL_REDUCE, 8), hops(Kind.ALL_GATHER, 8), hops(Kind.SEND, 2)
@@ -156,7 +156,7 @@ class Link:
         """
         if n < 2:
             return 0.0  # a single rank does not communicate
-        ramp = 0.0 if kind in _MESSAGES else self.ramp * sqrt(nbytes)
+        ramp = 0.0 if kind in _MESSAGES else self.ramp * nbytes**0.5
         return hops(kind, n) * self.latency + self.transfer(kind, nbytes, n) + ramp
 
     def transfer(self, kind: int, nbytes: float, n: int = 2) -> float:
@@ -184,10 +184,10 @@ TREE = 0.9
 
 
 def collective_time(
-    kind: int, nbytes: float, n: int, nodes: int, inside: Link, between: Link | None, calls: int = 1,
+    kind: int, nbytes: Numbers, n: Numbers, nodes: Numbers, inside: Link, between: Link | None, calls: Numbers = 1,
     busiest: tuple[float, float] | None = None,
-) -> float:  # fmt: skip
-    """Return the seconds that a collective takes, or a message between two ranks.
+) -> Numbers:  # fmt: skip
+    """Return the seconds that a collective takes, or a message between two ranks; of one plan or of many.
 
     >>> bus, network = Link("bus", 1e-6, 100e9), Link("network", 10e-6, 10e9)
     >>> round(collective_time(Kind.ALL_GATHER, 8e9, 8, 2, bus, network), 6)  # 40 GB/s; 5 hops inside, 2 between
@@ -205,27 +205,27 @@ def collective_time(
         calls: calls that the payload is sent in, one after the other.
         busiest: of an all-to-all of uneven parts, what `find_busiest` returns; None: each part is as large.
     """
-    if n < 2:
-        return 0.0  # a single rank does not communicate
+    twice = 2 if kind in (Kind.ALL_REDUCE, Kind.BARRIER) else 1
     sent = wire_factor(kind, n) * nbytes if busiest is None else sum(busiest)
-    if nodes < 2 or between is None:
-        rounds, rate, ramp = calls * hops(kind, n) * inside.latency, inside.rate(kind), inside.ramp
-        return rounds + sent / rate + ramp * sqrt(calls * nbytes)
-    twice = hops(kind, n) // (n - 1)
-    per_node = max(1, n // nodes)
-    rate = min(inside.rate(kind), per_node * between.rate(kind))
+    alone = (
+        calls * hops(kind, n) * inside.latency
+        + sent / inside.rate(kind)
+        + inside.ramp * (calls * nbytes) ** 0.5
+    )
+    if between is None:
+        return where(n < 2, 0.0, alone)
+    per_node = larger(1, n // nodes)
+    transfer = sent / smaller(inside.rate(kind), per_node * between.rate(kind))
     if kind == Kind.ALL_TO_ALL:
         near, away = busiest or ((per_node - 1) / n * nbytes, (n - per_node) / n * nbytes)
-        slower = max(near / inside.rate(kind), away / between.rate(kind))
-        rate = sent / slower if slower else rate
-    ramp = between.ramp * sqrt(calls * nbytes)
-    crossing = min(nodes, n - 1)
-    ring = twice * ((n - 1 - crossing) * inside.latency + crossing * between.latency)
-    ringing = calls * ring + sent / rate
-    if kind != Kind.ALL_REDUCE:
-        return ringing + ramp
-    tree = twice * ((per_node - 1) * inside.latency + 1.5 * log2(nodes) * between.latency)
-    return min(ringing, calls * tree + sent / (TREE * rate)) + ramp
+        transfer = larger(near / inside.rate(kind), away / between.rate(kind))
+    crossing = smaller(nodes, n - 1)
+    ring = calls * twice * ((n - 1 - crossing) * inside.latency + crossing * between.latency) + transfer
+    if kind == Kind.ALL_REDUCE:
+        tree = twice * ((per_node - 1) * inside.latency + 1.5 * log2(nodes) * between.latency)
+        ring = smaller(ring, calls * tree + transfer / TREE)
+    crossed = ring + between.ramp * (calls * nbytes) ** 0.5
+    return where(n < 2, 0.0, where(nodes < 2, alone, crossed))
 
 
 def find_busiest(parts: Sequence[Sequence[float]], nodes: Sequence[int]) -> tuple[float, float]:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import every as one_of
-from mpkit.prediction.advice.offers import offers_of
-from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.search import TIME, FoundLayout
-from mpkit.prediction.advice.space import TrainingQuestion, families
+from mpkit.prediction.advice.search import TIME, FoundLayout, LayoutPrices
+from mpkit.prediction.advice.space import TrainingQuestion, families, offers_of
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import plan_of

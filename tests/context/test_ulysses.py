@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mpkit as mk
-from mpkit.prediction.cost_model.communication import network_of
+from mpkit.devices.hardware import collective_time
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.trace import Kind
@@ -88,7 +88,7 @@ def test_an_estimate_sends_as_much_backward_as_forward() -> None:
         sequence=16 * tokens,
     )  # fmt: skip
     sent = tokens * (2 * 32 + 2 * 16) * 128 * 2
-    once = network_of(machine).time(Kind.ALL_TO_ALL, sent, 16, 8, calls=4)
+    once = collective_time(Kind.ALL_TO_ALL, sent, 16, 2, machine.link, machine.between, calls=4)
     assert guess.because["context parallel"] == pytest.approx(32 * 2 * once)
 
 

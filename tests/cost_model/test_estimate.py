@@ -24,7 +24,7 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.estimate import estimate_checked
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import kept_bytes
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import Stack
 from tests.recipes import adamw
@@ -345,5 +345,5 @@ class TestMegatronsActivations:
     )
     def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
         layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
-        found = kept_bytes(self.gpt, 0, layout, 2048, self.stack)
+        found = MemoryModel(self.gpt, 2048, self.stack).kept(0, layout)
         assert found / (2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)

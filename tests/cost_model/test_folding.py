@@ -12,7 +12,7 @@ from benchmarks.experts import EXPERT_ROWS, MODELS, FoldingRow, read_rows, secon
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import stack_of
-from mpkit.prediction.cost_model.step import step_time
+from mpkit.prediction.cost_model.step import StepModel
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits_where_the_software_doe
         stack = stack_of("megatron", deduplicates=deduplicates)
         constants = preset_for(machine.device.name, "megatron").constants
         took.append(
-            step_time(MODELS["Mixtral-8x22B-G8T8"], layout, 4096, machine, stack, constants).because[
-                "experts"
-            ]
+            StepModel(MODELS["Mixtral-8x22B-G8T8"], 4096, machine, stack, constants)
+            .step(layout)
+            .because["experts"]
         )
     assert took[1] / took[0] == pytest.approx(5.25 / 8, rel=0.05)  # and latencies

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.golden import Case, read_cases
 from mpkit.devices.catalogue import build_machine
 from mpkit.prediction.cost_model.known_models import known_models
-from mpkit.prediction.cost_model.layout import Layout, ParameterShares
-from mpkit.prediction.cost_model.memory import activations, stage_memory
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.stack import MIB, stack_of, workspaces
 
 COLUMNS = [
@@ -89,12 +89,15 @@ def test_deferred_gradients_of_logits_and_kept_outputs_take_their_bytes() -> Non
 
     def last(**changes: Any) -> dict[str, float]:
         stack = stack_of("megatron", **changes)
-        return stage_memory(model, layout, 1024, stack, ParameterShares(model, layout, stack))[-1]
+        return MemoryModel(model, 1024, stack).stages(layout)[-1]
 
     tokens = 4 * 1024
     more = last(deferred=2)["logits"] - last()["logits"]
     assert more == pytest.approx(2 * 2 * tokens * (model.vocabulary + model.hidden))
-    kept = [activations(model, 0, layout, 1024, stack_of("megatron", attention_outputs=n)) for n in (1, 2)]
+    kept = [
+        MemoryModel(model, 1024, stack_of("megatron", attention_outputs=n)).activations(0, layout)
+        for n in (1, 2)
+    ]
     assert kept[1] - kept[0] == 2 * tokens * model.hidden
-    normed = activations(replace(model, qk_norm=True), 0, layout, 1024, stack_of("megatron"))
+    normed = MemoryModel(replace(model, qk_norm=True), 1024, stack_of("megatron")).activations(0, layout)
     assert normed - kept[0] == 2 * tokens * 2 * model.hidden

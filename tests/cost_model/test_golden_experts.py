@@ -9,7 +9,7 @@ import pytest
 from benchmarks.golden_experts import ExpertCase, read_expert_cases
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import activations
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.stack import stack_of
 
 MOE = Architecture(2, 512, 8, experts=8, top_k=2)
@@ -41,7 +41,9 @@ def test_ranks_that_share_an_expert_keep_its_tokens_whole() -> None:
     """A token's copies take 2 x 512 bytes for each of 2 visits, on both ranks that share its experts."""
     stack = stack_of("megatron")
     divided, folded = (
-        activations(MOE, 0, Layout(tp=2, ep=2, dp=2, etp=etp, sequence_parallel=True), 1024, stack)
+        MemoryModel(MOE, 1024, stack).activations(
+            0, Layout(tp=2, ep=2, dp=2, etp=etp, sequence_parallel=True)
+        )
         for etp in (2, 1)
     )
     assert divided - folded == 1024 * 2 * 2 * 512 / 2

@@ -25,10 +25,8 @@ from benchmarks.published_rows import megatron_flops, read_folder
 from mpkit.plan.plan import Plan
 from mpkit.prediction.cost_model.calibrate import Observation, left_out
 from mpkit.prediction.cost_model.estimate import estimate
-from mpkit.prediction.cost_model.kernels import STREAM, Kernels
-from mpkit.prediction.cost_model.layer import head_time
-from mpkit.prediction.cost_model.layout import ParameterShares
-from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.layer import STREAM, LayerModel
+from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import UNFITTED, preset_for, presets
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
@@ -141,8 +139,7 @@ def test_the_first_stages_of_nanotron_hold_what_was_measured() -> None:
     errors = {}
     for step, peak in zip(rows, measured, strict=True):
         if step.layout.microbatch == 1 and step.layout.pp > 1:
-            shares = ParameterShares(step.model, step.layout, step.stack)
-            first = stage_memory(step.model, step.layout, step.sequence, step.stack, shares)[0]
+            first = MemoryModel(step.model, step.sequence, step.stack).stages(step.layout)[0]
             errors[step.name] = (sum(first.values()) - first["context"]) / peak - 1
     assert len(errors) == 3
     assert all(abs(error) < 0.07 for error in errors.values()), errors
@@ -167,9 +164,7 @@ def test_a_loss_of_many_operators_takes_its_bytes(steps: list[Observation]) -> N
         replace(each, layout=replace(each.layout, pp=1, dp=64, microbatches=4)) for each in (step, fused)
     )
     heads = [
-        head_time(
-            step.model, step.layout, step.sequence, Kernels(step.hardware.device, each.stack, constants)
-        )
+        LayerModel(step.model, step.sequence, step.hardware, each.stack, constants).head(step.layout)
         for each in (step, fused)
     ]
     bandwidth = STREAM * step.hardware.device.bandwidth / constants.traffic

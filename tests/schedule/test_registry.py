@@ -12,8 +12,7 @@ from torch import nn
 import mpkit as mk
 from mpkit.plan.schedule import Action, Schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES, ScheduleEntry
-from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.search import search
+from mpkit.prediction.advice.search import LayoutPrices, search
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.preset import preset_for

@@ -1,9 +1,6 @@
 """Advice: which plan, with reasons.
 
-offers     what a software stack can do
-space      every plan that is possible
-prices     layouts as arrays, and what they are priced for
-screening  the memory and about the time of all of them
+space      every plan that is possible, and what a software stack can do
 search     those that fit, by time, cost or devices: memory first
 advice     what was found, ranked
 reasons    in words: the best plan of each family, and why not another plan

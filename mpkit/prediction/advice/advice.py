@@ -20,13 +20,13 @@ from mpkit.devices.hardware import Hardware
 from mpkit.plan.formats.write import unsaid
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
-from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.reasons import RUNNING, SIMPLER, Family, families_of, summary_of, why_not
 from mpkit.prediction.advice.rules import Rule, rules_of
 from mpkit.prediction.advice.search import (
     SHOWN,
     TIME,
     FoundLayout,
+    LayoutPrices,
     Objective,
     figures_of,
     kinds_of,

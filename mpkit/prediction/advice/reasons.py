@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 from mpkit.common.units import percent, seconds, wrapped
 from mpkit.devices.placement_notes import out_of_memory
 from mpkit.plan.plan import Plan
-from mpkit.prediction.advice.offers import missing_feature
-from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.search import FoundLayout, figures_of
+from mpkit.prediction.advice.search import FoundLayout, LayoutPrices, figures_of
+from mpkit.prediction.advice.space import missing_feature
 from mpkit.prediction.cost_model.check import check_plan
 from mpkit.prediction.cost_model.layout import Layout
 

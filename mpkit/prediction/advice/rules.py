@@ -20,9 +20,7 @@ from math import isfinite
 
 from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
-from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.screening import screen_layouts
-from mpkit.prediction.advice.search import FoundLayout
+from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["Rule", "rules_of"]
@@ -86,7 +84,7 @@ def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     n, batch = priced.hardware.devices, priced.asked.global_batch
     best, room = found[0], priced.whole
     plain = Layout(dp=n, microbatches=max(1, batch // n))
-    held = screen_layouts(priced, [plain])[0][1]
+    held = float(priced.memory.of(plain).peak("none", "none"))
     if held > room:
         return Rule(
             f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: divide states "

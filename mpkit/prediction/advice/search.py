@@ -1,8 +1,6 @@
-"""The search of the layouts that fit, and what is best of them.
+"""Search: the layouts that fit, each with its time, memory first; and what is best of them.
 
-Search: the layouts that fit, each with its time, memory first.
-
-For all layouts at once, as arrays:
+For all layouts at once, as one `Layout` of arrays:
 
     memory     with the most relief: what does not fit then never does
     relief     offload and recomputation, in the order of what they cost: the cheapest that fits is the best of them
@@ -22,41 +20,34 @@ devices    the fewest devices, and of the plans for these the fastest step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, product
 from math import inf
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpkit.common.units import percent, seconds
+from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import every, real
+from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import has_pairs
-from mpkit.prediction.advice.offers import Offers, offers_of
-from mpkit.prediction.advice.prices import Floats, Indices, LayoutColumns, LayoutPrices
-from mpkit.prediction.advice.screening import Screening
-from mpkit.prediction.advice.space import divisors, families
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.advice.space import Offers, TrainingQuestion, divisors, families, offers_of
+from mpkit.prediction.cost_model.layout import Layout, Stages, plan_of, stages_of
+from mpkit.prediction.cost_model.memory import LayoutMemory, MemoryModel
+from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack
+from mpkit.prediction.cost_model.step import Pipelines, StepModel, StepTime
 
 __all__ = [
-    "FEW",
-    "PLAYED",
-    "SHOWN",
-    "TIME",
-    "FoundLayout",
-    "FoundLayouts",
-    "Objective",
-    "SearchResult",
-    "columns_of",
-    "figures_of",
-    "kinds_of",
-    "objective_of",
-    "search",
-    "sort_played",
-]
+    "FEW", "PLAYED", "SHOWN", "TIME", "FoundLayout", "FoundLayouts", "LayoutPrices", "Objective", "SearchResult",
+    "figures_of", "kinds_of", "objective_of", "search", "sort_played",
+]  # fmt: skip
 
+Indices = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 SHOWN = 20
 """The plans of an advice."""
@@ -64,8 +55,69 @@ PLAYED = 25
 """The layouts that are played, for the order of those that are shown."""
 FEW = 5
 """The layouts that are played of those that fill the memory."""
-HOST = "optimizer", "params"
-"""Offloads that have a handicap."""
+LONGEST = 4096
+"""The most actions of a schedule that are played for them; `mk.estimate` plays more."""
+HEADROOM = 0.92
+"""The share of a device's memory that a plan may take: predictions of memory are within 5 %, and batches differ."""
+
+Relief = tuple[str, str]
+"""An offload and a recomputation."""
+
+
+@dataclass(frozen=True)
+class LayoutPrices:
+    """What layouts are priced for.
+
+    Attributes:
+        asked, hardware, stack, preset: as for `mk.estimate`.
+    """
+
+    asked: TrainingQuestion
+    hardware: Hardware
+    stack: Stack
+    preset: Preset
+
+    @property
+    def head(self) -> float:
+        """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
+        return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
+
+    @property
+    def whole(self) -> float:
+        """The bytes of a device's memory; infinite where they are not known, as of a CPU."""
+        return float(self.hardware.device.memory or inf)
+
+    @property
+    def room(self) -> float:
+        """The bytes that a plan may take on a device."""
+        return HEADROOM * self.whole
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory of layouts."""
+        return MemoryModel(self.asked.model, self.asked.sequence, self.stack, self.hardware.device)
+
+    @cached_property
+    def time(self) -> StepModel:
+        """The time of layouts."""
+        asked = self.asked
+        return StepModel(asked.model, asked.sequence, self.hardware, self.stack, self.preset.constants)
+
+    def step(self, layout: Layout) -> StepTime:
+        """Return the time of a step whose pipeline is played."""
+        return self.time.step(layout, LONGEST)
+
+    def plan_of(self, layout: Layout) -> Plan:
+        """Return the plan of a layout, in the 16 bits that the device has, or in the 32 bits of the software."""
+        precision = "full" if self.stack.element == 4 else self.hardware.device.half
+        return replace(plan_of(layout), precision=precision)
+
+    def handicap(self, layout: Layout) -> float:
+        """Return the factor of a layout's time in comparisons: offload has to gain more than predictions are off."""
+        return 1.0 if layout.offload == "none" else 1 + self.preset.band
+
+
+# ---- what is found
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +140,17 @@ class FoundLayouts(Sequence[FoundLayout]):
     """Layouts that fit, by the hundred thousand: each is made when it is looked at.
 
     Attributes:
-        columns: the layouts, without relief.
-        rows: of the columns, in order.
+        layouts: many as one, without relief.
+        family: by layout, the number of its family.
+        rows: of the layouts, in order.
         reliefs: the pairs of offload and recomputation; `relief` has the number of each row's.
         seconds, memory: of each row.
     """
 
-    columns: LayoutColumns
+    layouts: Layout
+    family: Indices
     rows: Indices
-    reliefs: Sequence[tuple[str, str]]
+    reliefs: Sequence[Relief]
     relief: Indices
     seconds: Floats
     memory: Floats
@@ -113,28 +167,27 @@ class FoundLayouts(Sequence[FoundLayout]):
             return [self[each] for each in range(*place.indices(len(self)))]
         place = range(len(self))[place]
         offload, recompute = self.reliefs[self.relief[place]]
-        layout = self.columns.layout(self.rows[place], offload=offload, recompute=recompute)
+        layout = self.layouts.one(self.rows[place], offload=offload, recompute=recompute)
         return FoundLayout(layout, float(self.seconds[place]), float(self.memory[place]))
 
     def __iter__(self) -> Iterator[FoundLayout]:
         return map(self.__getitem__, range(len(self)))
 
     @property
-    def on_host(self) -> Floats:
+    def on_host(self) -> NDArray[np.bool_]:
         """Whether each row keeps something on the host."""
-        return np.array([offload in HOST for offload, _ in self.reliefs], bool)[self.relief]
+        return np.array([offload != "none" for offload, _ in self.reliefs], bool)[self.relief]
 
     @cached_property
     def kinds(self) -> list[FoundLayout]:
         """The first of those that differ in the samples of a micro-batch only, in order."""
-        code = self.columns.base[self.rows] * len(self.reliefs) + self.relief
+        code = self.family[self.rows] * len(self.reliefs) + self.relief
         return [self[place] for place in np.sort(np.unique(code, return_index=True)[1])]
 
     def take(self, order: Indices) -> FoundLayouts:
         """Return some of the rows, in this order."""
-        return FoundLayouts(
-            self.columns, self.rows[order], self.reliefs, self.relief[order], self.seconds[order], self.memory[order]
-        )  # fmt: skip
+        some = (each[order] for each in (self.relief, self.seconds, self.memory))
+        return FoundLayouts(self.layouts, self.family, self.rows[order], self.reliefs, *some)
 
 
 @dataclass(frozen=True)
@@ -152,49 +205,86 @@ class SearchResult:
     considered: int
 
 
+# ---- the search
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """All layouts on so many devices, with what their prices have in common.
+
+    Attributes:
+        priced: what they are priced for.
+        layouts, family: as of FoundLayouts.
+        stages, pipelines, memory: of the layouts.
+    """
+
+    priced: LayoutPrices
+    layouts: Layout
+    family: Indices
+    stages: Stages
+    pipelines: Pipelines
+    memory: LayoutMemory
+
+    def peak(self, rows: Indices, relief: Relief) -> Floats:
+        """Return the bytes at the peak of the rank with most."""
+        offload, recompute = relief
+        return np.broadcast_to(self.memory.take(rows).peak(recompute, offload), len(rows))
+
+    def with_times(
+        self, parts: Sequence[tuple[Indices, Relief, Floats]], reliefs: Sequence[Relief]
+    ) -> FoundLayouts:
+        """Return rows with their relief and memory as layouts found, with their times."""
+        parts = [part for part in parts if len(part[0])]
+        if not parts:
+            none = np.zeros(0, np.int64)
+            return FoundLayouts(self.layouts, self.family, none, reliefs, none, np.zeros(0), np.zeros(0))
+        took = []
+        for rows, relief, _ in parts:
+            stages, pipelines = self.stages.take(rows), self.pipelines.take(rows)
+            each = self.priced.time.seconds(self.layouts.take(rows), stages, pipelines, relief)
+            took.append(np.broadcast_to(each, len(rows)))
+        number = [np.full(len(rows), reliefs.index(relief)) for rows, relief, _ in parts]
+        rows, memory = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
+        return FoundLayouts(
+            self.layouts, self.family, rows, reliefs, np.concatenate(number), np.concatenate(took), memory
+        )
+
+
 def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayouts, int]:
     """Return the layouts that fit so many devices, those that fill them, and the number that were considered."""
     stack, offers = priced.stack, offers_of(priced.stack.name)
-    columns = columns_of(priced, devices, offers)
+    every_family = list(families(priced.asked, devices, priced.hardware.per_node, offers, priced.head))
     reliefs = _reliefs(offers, stack, priced.asked.model.layers)
-    if not len(columns.base):
-        return _no_layouts(columns), _no_layouts(columns), 0
-    sharded = np.array([base.zero == 3 for base in columns.bases])[columns.base]
-    joint = np.array([has_pairs(base.schedule) for base in columns.bases])[columns.base]
-    groups = []
-    for is_sharded, is_joint in product((True, False), repeat=2):
-        those = (sharded == is_sharded) & (joint == is_joint)
-        offloads = [relief for relief in reliefs if is_sharded or relief[0] != "params"]
-        groups.append((those, [r for r in offloads if not is_joint or r[1] in offers.joint_recompute]))
-    considered = sum(int(those.sum()) * len(group) for those, group in groups)
-    screening = Screening(priced, columns)
+    if not every_family:
+        none = np.zeros(0, np.int64)
+        nothing = FoundLayouts(Layout(), none, none, reliefs, none, np.zeros(0), np.zeros(0))
+        return nothing, nothing, 0
+    bases = [each.base for each in every_family]
+    family = np.repeat(np.arange(len(bases)), [len(each.sizes) for each in every_family])
+    samples = np.array([each.samples for each in every_family])[family]
+    microbatch = np.concatenate([np.array(each.sizes, np.int64) for each in every_family])
+    layouts = Layout.stack(bases).take(family, microbatch=microbatch, microbatches=samples // microbatch)
+    stages = stages_of(priced.asked.model, layouts)
+    candidates = _Candidates(
+        priced, layouts, family, stages, priced.time.pipelines(layouts), priced.memory.of(layouts, stages)
+    )
+    sharded = np.array([base.zero == 3 for base in bases])[family]
+    joint = np.array([has_pairs(base.schedule) for base in bases])[family]
+    considered = 0
     kept: Kept = ([], [])
-    # ---- memory
-    for those, group in groups:
-        rows = np.flatnonzero(those)
+    for is_sharded, is_joint in product((True, False), repeat=2):
+        rows = np.flatnonzero((sharded == is_sharded) & (joint == is_joint))
+        group = [each for each in reliefs if is_sharded or each[0] != "params"]
+        group = [each for each in group if not is_joint or each[1] in offers.joint_recompute]
+        considered += len(rows) * len(group)
         if len(rows) and group:
-            rows = rows[screening.memory(rows, *group[-1]) <= priced.whole]
-            # ---- relief, room
-            _fit(screening, rows, group, kept)
-    found, tight = (_with_times(screening, columns, reliefs, some) for some in kept)
+            rows = rows[candidates.peak(rows, group[-1]) <= priced.whole]
+            _fit(candidates, rows, group, kept)
+    found, tight = (candidates.with_times(some, reliefs) for some in kept)
     return found, tight, considered
 
 
-def columns_of(priced: LayoutPrices, devices: int, offers: Offers) -> LayoutColumns:
-    """Return the columns of all layouts on so many devices."""
-    bases: list[Layout] = []
-    base: list[int] = []
-    microbatch: list[int] = []
-    microbatches: list[int] = []
-    for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
-        base += [len(bases)] * len(family.sizes)
-        bases.append(family.base)
-        microbatch += family.sizes
-        microbatches += [family.samples // size for size in family.sizes]
-    return LayoutColumns(bases, *(np.array(each, np.int64) for each in (base, microbatch, microbatches)))
-
-
-def _reliefs(offers: Offers, stack: Stack, layers: int) -> list[tuple[str, str]]:
+def _reliefs(offers: Offers, stack: Stack, layers: int) -> list[Relief]:
     """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost.
 
     Selective recomputation frees the attention's scores, which fused attention does not keep; parameters can be on the
@@ -208,20 +298,20 @@ def _reliefs(offers: Offers, stack: Stack, layers: int) -> list[tuple[str, str]]
     return [(offload, recompute) for offload in offers.offload for recompute in recomputes]
 
 
-Kept = tuple[list[tuple[Indices, tuple[str, str], Floats]], list[tuple[Indices, tuple[str, str], Floats]]]
+Kept = tuple[list[tuple[Indices, Relief, Floats]], list[tuple[Indices, Relief, Floats]]]
 """Rows with their relief and memory: of those that leave room, and of those that fill it."""
 
 
-def _fit(screening: Screening, rows: Indices, reliefs: Sequence[tuple[str, str]], kept: Kept) -> None:
+def _fit(candidates: _Candidates, rows: Indices, reliefs: Sequence[Relief], kept: Kept) -> None:
     """Find for each offload the least recomputation that fits, and the least that leaves a part of the memory free.
 
     Where no recomputation is needed, more offload is for nothing.
     """
-    room, whole = screening.priced.room, screening.priced.whole
+    room, whole = candidates.priced.room, candidates.priced.whole
     for _, group in groupby(reliefs, key=lambda relief: relief[0]):
         left, filled, enough = rows, np.zeros(len(rows), bool), rows[:0]
         for relief in group:
-            memory = screening.memory(left, *relief)
+            memory = candidates.peak(left, relief)
             roomy, tight = memory <= room, (memory > room) & (memory <= whole) & ~filled
             kept[0].append((left[roomy], relief, memory[roomy]))
             kept[1].append((left[tight], relief, memory[tight]))
@@ -229,25 +319,6 @@ def _fit(screening: Screening, rows: Indices, reliefs: Sequence[tuple[str, str]]
                 enough = left[roomy]
             left, filled = left[~roomy], (filled | tight)[~roomy]
         rows = np.setdiff1d(rows, enough, assume_unique=True)
-
-
-def _with_times(
-    screening: Screening, columns: LayoutColumns, reliefs: Sequence[tuple[str, str]],
-    some: Sequence[tuple[Indices, tuple[str, str], Floats]],
-) -> FoundLayouts:  # fmt: skip
-    """Return layouts with their times."""
-    parts = [part for part in some if len(part[0])]
-    if not parts:
-        return _no_layouts(columns)
-    seconds = [screening.seconds(rows, *relief) for rows, relief, _ in parts]
-    number = [np.full(len(rows), reliefs.index(relief)) for rows, relief, _ in parts]
-    rows, memory = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
-    return FoundLayouts(columns, rows, reliefs, np.concatenate(number), np.concatenate(seconds), memory)
-
-
-def _no_layouts(columns: LayoutColumns) -> FoundLayouts:
-    none = np.zeros(0, np.int64)
-    return FoundLayouts(columns, none, [("none", "none")], none, np.zeros(0), np.zeros(0))
 
 
 def kinds_of(found: Sequence[FoundLayout]) -> Sequence[FoundLayout]:
@@ -279,7 +350,7 @@ def sort_played(
 
     def order(part: FoundLayouts) -> Indices:
         handicap = np.where(part.on_host, 1 + priced.preset.band, 1.0)
-        keys = value(part.seconds * handicap, part.columns.bases[0].ranks)
+        keys = value(part.seconds * handicap, part[0].layout.ranks)
         return np.lexsort([np.broadcast_to(key, len(part)) for key in reversed(keys)])
 
     sorted_parts = []

@@ -4,10 +4,14 @@
     cp_method    a ring, in zigzag order; Ulysses if the heads can be divided
     ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
     etp          1, or tp where tensor parallelism divides experts
-    schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
+    schedule     that the software has (`Offers`), with its stages per rank; accumulation
                  without stages; pairs (F & B) where experts are divided, whose all-to-alls they hide
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
     microbatch   each divisor of a replica's samples
+
+A stack's offers are what it can do, so that only such plans are advised. Plain PyTorch and mpkit can do everything that
+a Plan says; of the other stacks it is what their documentation lists, or for a stack of a year what the paper of that
+year describes.
 
 Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
 for them (`mpkit.prediction.advice.search`). Sequence parallelism, where there is any, is on beside tp: it sends as
@@ -16,26 +20,182 @@ much and holds less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from mpkit.plan.kinds import METHODS
-from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES, has_pairs
-from mpkit.prediction.advice.offers import EVERYTHING, Offers
+from mpkit.plan.kinds import CONTIGUOUS, METHODS, ORDERS, ZIGZAG
+from mpkit.plan.schedule.catalogue import (
+    GPIPE,
+    INTERLEAVED_1F1B,
+    ONE_F_ONE_B,
+    OVERLAPPED_1F1B,
+    SCHEDULES,
+    has_pairs,
+)
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = [
-    "LayoutFamily", "TrainingQuestion", "can_share", "cp_methods", "divisors", "expert_changes", "expert_degrees",
-    "families",
+    "EVERYTHING", "LayoutFamily", "Offers", "TrainingQuestion", "can_share", "cp_methods", "divisors",
+    "expert_changes", "expert_degrees", "families", "missing_feature", "offers_of",
 ]  # fmt: skip
 
 
 GROUPS = (1, 2, 4)
 """Nodes in a group within which ZeRO shards."""
+SOME = tuple(f"every={k}" for k in (8, 6, 4, 3, 2))
+"""Recomputation of one of k layers, in the order of what it costs."""
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a stack offers.
+
+    Attributes:
+        pipelines: its schedules, with their stages per rank v; () if it has no pipelines; None: every schedule.
+        zero: its stages of ZeRO.
+        hybrid: those that it can shard within groups of replicas.
+        recompute, offload: as in a Plan, in the order of what they cost.
+        tensor, context, sequence: whether it has tensor, context and sequence parallelism.
+        even: whether it wants as many layers in each virtual stage.
+        grouped: whether interleaved schedules want micro-batches in multiples of pp.
+        filled: whether a pipeline wants as many micro-batches as it has stages, less one.
+        experts: whether it divides experts over ranks, and its files say so.
+        inner_experts: whether all ranks along cp and tp are among those that divide them.
+        cp_methods: how ranks that share a sequence attend to the whole of it.
+        cp_orders: which parts of a sequence its ranks can have.
+        joint_recompute: what can be recomputed in a schedule of pairs.
+    """
+
+    pipelines: tuple[tuple[str, int], ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = ("none", "selective", *SOME, "full")
+    offload: tuple[str, ...] = ("none", "optimizer", "params")
+    tensor: bool = True
+    context: bool = True
+    sequence: bool = True
+    even: bool = False
+    grouped: bool = False
+    filled: bool = False
+    hybrid: tuple[int, ...] = ()
+    cp_methods: tuple[str, ...] = METHODS
+    cp_orders: tuple[str, ...] = ORDERS
+    experts: bool = True
+    inner_experts: bool = False
+    joint_recompute: tuple[str, ...] = ("none", "selective", *SOME, "full")
+
+    @property
+    def schedules(self) -> tuple[tuple[str, int], ...]:
+        """The schedules that are tried, with their stages per rank; of all schedules those that can be the best."""
+        if self.pipelines is not None:
+            return self.pipelines
+        return tuple((name, v) for name, entry in SCHEDULES.items() for v in entry.advised)
+
+
+EVERYTHING = Offers(hybrid=(1, 2, 3))
+
+TORCHTITAN = Offers(
+    tuple(
+        (name, min(s.advised))
+        for name, s in SCHEDULES.items()
+        if s.advised and "torchtitan" in s.elsewhere and not s.pairs  # which it runs one after the other
+    ),
+    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1],
+    cp_orders=(CONTIGUOUS, ZIGZAG), inner_experts=True,
+)  # fmt: skip
+
+MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (*range(1, 9), 10, 12, 14, 16))
+
+_FSDP = Offers(
+    (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3), experts=False
+)  # fmt: skip
+
+OFFERS: Mapping[str, Offers] = {
+    "megatron-2021": Offers(
+        MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True, grouped=True, experts=False
+    ),
+    "megatron": Offers(
+        (*MEGATRON, *((OVERLAPPED_1F1B, v) for _, v in MEGATRON)),
+        (0, 1),
+        offload=("none",),
+        grouped=True,  # stages of unlike numbers of layers: --pipeline-model-parallel-layout
+        hybrid=(1,),
+        cp_orders=(ZIGZAG,),
+        joint_recompute=("none", "selective"),
+    ),
+    "deepspeed-2021": Offers(
+        (), recompute=("none", "full"), tensor=False, context=False, sequence=False, experts=False
+    ),
+    "deepspeed": Offers(
+        (), recompute=("none", "full"), tensor=False, sequence=False, hybrid=(3,), cp_methods=METHODS[1:],
+        experts=False,
+    ),
+    "llm-foundry": _FSDP,
+    "llm-foundry-pure": _FSDP,
+    "nanotron": Offers(
+        ((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True, experts=False
+    ),
+    "torchtitan": TORCHTITAN,
+    "torchtitan-compile": TORCHTITAN,
+}  # fmt: skip
+"""Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); the documentation of Megatron-LM, DeepSpeed,
+llm-foundry, nanotron and torchtitan. Where mpkit writes a stack's files, tests/advice holds that they say the plans."""
+
+
+def offers_of(stack: str) -> Offers:
+    """Return what a stack offers; everything if nothing else is known of it.
+
+    >>> offers_of("nanotron").schedules, offers_of("pytorch") is EVERYTHING
+    ((('1f1b', 1),), True)
+    """
+    return OFFERS.get(stack, EVERYTHING)
+
+
+def missing_feature(stack: str, layout: Layout) -> str:
+    """Say what a layout asks for that a stack does not offer, with what it has; "" if nothing.
+
+    >>> missing_feature("nanotron", Layout(dp=8, zero=3))
+    'nanotron has no ZeRO-3: it has ZeRO-0, ZeRO-1'
+    """
+    has, joint = offers_of(stack), has_pairs(layout.schedule)
+    zeros, hybrid = ([f"ZeRO-{stage}" for stage in stages] for stages in (has.zero, has.hybrid))
+    schedules = {GPIPE, *dict(has.schedules)}
+    known = (layout.pp == 1 and not joint) or has is EVERYTHING or layout.schedule in schedules
+    recompute = has.joint_recompute if joint else has.recompute
+    again = layout.recompute in recompute or layout.recompute not in EVERYTHING.recompute
+    asked: list[tuple[str, bool, Sequence[str]]] = [
+        (f"ZeRO-{layout.zero}", layout.zero in has.zero or layout.replicas == 1, zeros),
+        (f"ZeRO-{layout.zero} within groups", not layout.sharded or layout.zero in has.hybrid, hybrid),
+        ("tensor parallelism", has.tensor or layout.tp == 1, ()),
+        ("context parallelism", has.context or layout.cp == 1, ()),
+        (
+            f"cp_method={layout.cp_method!r}",
+            layout.cp == 1 or layout.cp_method in has.cp_methods,
+            has.cp_methods,
+        ),
+        (
+            f"cp_order={layout.cp_order!r}",
+            layout.ring == 1 or layout.cp_order in has.cp_orders,
+            has.cp_orders,
+        ),
+        ("expert parallelism", has.experts or layout.ep == 1, ()),
+        ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ()),
+        ("pipelines", bool(has.schedules) or layout.pp == 1, ()),
+        (f"schedule {layout.schedule!r}", known, tuple(dict(has.schedules))),
+        (f"recompute={layout.recompute!r}", again, has.recompute),
+        (f"offload={layout.offload!r}", layout.offload in has.offload, has.offload),
+    ]
+    missing = next(((what, others) for what, offered, others in asked if not offered), None)
+    if missing is None:
+        return ""
+    others = ", ".join(each if each.startswith("ZeRO") else repr(each) for each in missing[1])
+    return f"{stack} has no {missing[0]}" + (f": it has {others}" if others else "")
+
+
+# ---- layouts
 
 
 @dataclass(frozen=True)

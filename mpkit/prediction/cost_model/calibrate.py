@@ -23,7 +23,7 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.preset import UNFITTED, Preset, presets, prior_of
 from mpkit.prediction.cost_model.stack import PRIOR, Constants, Stack
-from mpkit.prediction.cost_model.step import step_time
+from mpkit.prediction.cost_model.step import StepModel
 
 __all__ = ["Observation", "calibrate", "fit", "left_out", "preset_of"]
 
@@ -57,7 +57,8 @@ class Observation:
 
     def predict_seconds(self, constants: Constants) -> float:
         """Return the seconds that these constants predict."""
-        return step_time(self.model, self.layout, self.sequence, self.hardware, self.stack, constants).seconds
+        priced = StepModel(self.model, self.sequence, self.hardware, self.stack, constants)
+        return priced.step(self.layout).seconds
 
 
 def fitted_names(rows: Sequence[Observation]) -> tuple[str, ...]:

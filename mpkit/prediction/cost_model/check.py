@@ -13,7 +13,7 @@ from mpkit.plan.kinds import CONTIGUOUS, every, real, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.kernels import CONVERTED
+from mpkit.prediction.cost_model.layer import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
 

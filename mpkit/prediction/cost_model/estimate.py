@@ -28,13 +28,13 @@ from mpkit.plan.rules import change_plan
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.check import MEANING, changes, check_plan, check_products, checked_layout
-from mpkit.prediction.cost_model.kernels import peak_of
 from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.layout import Layout, ParameterShares, model_under
-from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, stage_memory
+from mpkit.prediction.cost_model.layer import peak_of
+from mpkit.prediction.cost_model.layout import Layout, model_under
+from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, MemoryModel
 from mpkit.prediction.cost_model.preset import FEW, Preset, preset_for, presets
 from mpkit.prediction.cost_model.stack import Stack, stack_for
-from mpkit.prediction.cost_model.step import StepTime, step_time
+from mpkit.prediction.cost_model.step import StepModel, StepTime
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
@@ -74,7 +74,6 @@ class Estimate(DrawnResult, Answer):
         model, plan, hardware, sequence, tokens: what was asked for.
         layout: the plan's degrees, with the samples of a micro-batch.
         stack, preset: what the software does, and the constants with what they were fitted on.
-        shares: the parameters of the ranks.
         step: seconds by stage and by cause.
     """
 
@@ -85,7 +84,6 @@ class Estimate(DrawnResult, Answer):
     layout: Layout
     stack: Stack
     preset: Preset
-    shares: ParameterShares = field(repr=False)
     step: StepTime = field(repr=False)
     tokens: float = 0.0
 
@@ -115,12 +113,8 @@ class Estimate(DrawnResult, Answer):
         if not 0 < own.rows < FEW:
             return own.band
         others = [each.constants for each in presets().values() if each.rows >= FEW]
-        took = [
-            step_time(
-                self.model, self.layout, self.sequence, self.hardware, self.stack, each, self.shares
-            ).seconds
-            for each in others
-        ]  # fmt: skip
+        asked = self.model, self.sequence, self.hardware, self.stack
+        took = [StepModel(*asked, each).step(self.layout).seconds for each in others]
         return max(own.band, float(quantile([abs(each / self.step_time - 1) for each in took], 0.9)))
 
     @property
@@ -165,9 +159,7 @@ class Estimate(DrawnResult, Answer):
     @cached_property
     def stage_memory(self) -> list[dict[str, float]]:
         """Bytes by category for a rank of each stage."""
-        return stage_memory(
-            self.model, self.layout, self.sequence, self.stack, self.shares, device=self.hardware.device
-        )
+        return MemoryModel(self.model, self.sequence, self.stack, self.hardware.device).stages(self.layout)
 
     @property
     def memory(self) -> Sequence[dict[str, float]]:
@@ -524,6 +516,5 @@ def estimate_checked(
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)
     chosen = preset or preset_for(hardware.device.name, stack.name)
-    shares = ParameterShares(model, layout, stack)
-    step = step_time(model, layout, sequence, hardware, stack, chosen.constants, shares)
-    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, shares, step)
+    step = StepModel(model, sequence, hardware, stack, chosen.constants).step(layout)
+    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, step)

@@ -1,248 +1,415 @@
-"""Layer: how long one layer of a kind takes for a micro-batch, by cause.
+"""Layer: how long one layer takes for a micro-batch, by cause; of one plan or of many.
 
-The layer is priced once, and a step is composed of its times: so an estimate costs the same for 2 layers and for 200.
+A kind of layer is priced once, so that an estimate costs the same for 2 layers and for 200.
+
+    product        F / (e peak) + bytes / bandwidth: two terms that add up fit 183 products measured on an A100 to 4 %.
+                   Where the products of a device were measured by shape (`kernels.csv`), its table is used instead:
+                   on B200 the share of the peak is between .39 and .66 for like shapes, which no formula gives
+    attention      F / (e peak) + s tau: a tile visits all keys one after the other, however few heads there are
+    elementwise    bytes / bandwidth
+    communication  that of `mpkit.devices.hardware`, which replays take as well
+
+Sources: Calculon (Isaev et al., SC 2023) adds the two terms; shapes measured by MooreThreads/SimuMax.
 """
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from math import log
 
+import numpy as np
+
+from mpkit.common.arrays import Numbers, call_distinct, larger, smaller, where
+from mpkit.devices.hardware import Device, Hardware, collective_time
 from mpkit.plan.kinds import CONTIGUOUS
-from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.communication import KAPPA, Network
-from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels
+from mpkit.prediction.cost_model.architecture import Architecture, Matmul
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.stack import Stack
+from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.trace import Kind
 
-__all__ = ["LayerTime", "head_time", "layer_time"]
+__all__ = [
+    "CONVERTED",
+    "KAPPA",
+    "STREAM",
+    "LayerModel",
+    "LayerTime",
+    "measured_share",
+    "overlapped_time",
+    "peak_of",
+]
 
+KAPPA = 0.3
+"""How much of the time that communication shares with compute is lost, since both need the memory's bandwidth and
+collectives occupy multiprocessors; fitted to all published rows at once."""
 ASYNC = 0.7
 """The share of tensor-parallel communication that remains exposed where it runs beside its product; fitted to the rows
 of nanotron and torchtitan."""
+STREAM = 0.8
+"""The share of the memory's bandwidth that streaming kernels reach."""
+TILE = 25e-9
+"""Seconds per key that a tile of attention takes at least; fitted to attention with few heads on A100 and B200."""
+LAUNCH = 8e-6
+"""Seconds per product of a group that is run one after the other: experts."""
+CONVERTED = {"tensor": 2.5, "row": 7.0, "block": 2.0, "block128": 2.0}
+"""What converting an operand moves, in units of its bytes, by what shares a scale. For a tensor its largest value is
+read before its values, which are written in half as many bytes. A block is scaled as it is read, and written for both
+directions in which products read it. Rows differ by direction, so they are converted twice; 7 instead of 5 is fitted
+to one comparison, Llama 3 8B on 8 H100, where rowwise is 11.5 % faster than 16 bits (torchtitan at 7a04053)."""
+PACE = {"block128": (1.66 / 2, 1.34 / 2)}
+"""Of the rate without scales, what products reach by what shares a scale: with a weight, and of a weight's gradient,
+both of whose operands have scales along the sum. Hopper's tensor cores know no scales of blocks, so CUDA cores add the
+partial sums up. Measured on H100 with 16,640 tokens, 5,120 and 8,192: 1.66 times as fast as 16 bits (608 and 1,009
+TFLOP/s; pytorch/ao, pull request 2784) and 1.34 times (433 and 580; pull request 3342)."""
 
-CAUSES = (
-    "products",
-    "attention",
-    "elementwise",
-    "launches",
-    "tensor parallel",
-    "context parallel",
-    "experts",
-)
+
+def overlapped_time(compute: Numbers, communication: Numbers) -> Numbers:
+    """Return the seconds that both take side by side.
+
+    >>> overlapped_time(1.0, 0.5), overlapped_time(1.0, 2.0)
+    (1.15, 2.0)
+    """
+    return larger(compute + KAPPA * smaller(compute, communication), communication)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerTime:
-    """Seconds per micro-batch.
+    """Seconds per micro-batch of a layer, the mean of all kinds.
 
     Attributes:
-        forward, backward: by cause (`CAUSES`); the backward without what is computed again.
-        computed: of the forward, what full recomputation computes again.
+        forward, backward: by cause; the backward without what is computed again.
+        last: of the forward, the last product, which recomputation may leave out.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    computed: float
+    forward: Mapping[str, Numbers]
+    backward: Mapping[str, Numbers]
+    last: Numbers
 
-    def seconds_again(self, recompute: str) -> float:
+    def again(self, recompute: str) -> Numbers:
         """Return the seconds of the forward that the backward computes again."""
-        products, attention, elementwise = self.forward[:3]
         if recompute == "none":
             return 0.0
         if recompute == "selective":
-            return attention
+            return self.forward["attention"]
         if recompute == "products":
-            return products / 2 + elementwise
-        return self.computed if recompute == "full" else self.computed / int(recompute.removeprefix("every="))
+            return self.forward["products"] / 2 + self.forward["elementwise"]
+        everything = sum(self.forward.values()) - self.last
+        return everything if recompute == "full" else everything / int(recompute.removeprefix("every="))
 
 
-def layer_time(
-    model: Architecture, layer: int, layout: Layout, sequence: int, kernels: Kernels, network: Network
-) -> LayerTime:
-    """Return the times of a layer.
+@dataclass(frozen=True)
+class LayerModel:
+    """What is trained, on which machine, with which software, as far as time asks.
+
+    Attributes:
+        model: the architecture.
+        sequence: tokens per sample, s.
+        hardware: the machine; its device's `peak` by dtype counts, not the rate that its best shape reaches.
+        stack, constants: what the software does, and how well.
+    """
+
+    model: Architecture
+    sequence: int
+    hardware: Hardware
+    stack: Stack
+    constants: Constants
+
+    # ---- kernels
+
+    @cached_property
+    def peak(self) -> float:
+        """The published FLOP/s in the dtype that it computes in."""
+        return peak_of(self.hardware.device, "bfloat16" if self.stack.element == 2 else "float32")
+
+    @cached_property
+    def _narrow_peak(self) -> float:
+        return self.hardware.device.peak.get("float4" if self.stack.fp4 else "float8", self.peak)
+
+    def move(self, nbytes: Numbers) -> Numbers:
+        """Return the seconds that streaming kernels take for so many bytes."""
+        return nbytes / (STREAM * self.hardware.device.bandwidth)
+
+    def elementwise(self, nbytes: Numbers) -> Numbers:
+        """Return the seconds of elementwise operators that would move so many bytes if they were well fused."""
+        return self.constants.traffic * self.move(nbytes)
+
+    def product(
+        self, tokens: Numbers, k: Numbers, n: Numbers, conversions: Numbers | None = None
+    ) -> tuple[Numbers, Numbers]:
+        """Return the seconds of the forward, and of the backward's two products.
+
+        Args:
+            tokens, k, n: the product is of [tokens, k] and [k, n].
+            conversions: how often its weight is converted per micro-batch if the stack computes in 8 or 4 bits; None:
+                this product is in 16 or 32.
+        """
+        stack, device, flops = self.stack, self.hardware.device, 2.0 * tokens * k * n
+        size, matmul, bandwidth = stack.element, self.constants.matmul, self.hardware.device.bandwidth
+        narrow = conversions is not None and (stack.fp8 or stack.fp4)
+        if device.name in _measured_shapes() and not narrow:
+            at_peak = flops / self.peak / (matmul / 0.72)
+            forward = at_peak / measured_share(device.name, "TN", tokens, k, n)
+            back = at_peak / measured_share(device.name, "NN", tokens, n, k)
+            return forward, back + at_peak / measured_share(device.name, "NT", n, tokens, k)
+        moved = size * (tokens * k + k * n + tokens * n) / bandwidth
+        accumulated = stack.gradient * k * n / bandwidth
+        if not narrow:
+            forward = flops / (self.peak * matmul) + moved
+            return forward, 2 * forward + accumulated
+        converted = self.move(CONVERTED[stack.scaling] * size)
+        pace, back_pace = PACE.get(stack.scaling, (1.0, 1.0))
+        at_rate = flops / (self._narrow_peak * matmul)
+        forward, of_weight = at_rate / pace + moved / 2, at_rate / back_pace + moved / 2
+        return (
+            forward + converted * (tokens * k + k * n * conversions),
+            forward + of_weight + accumulated + converted * tokens * n,
+        )
+
+    def _attend(self, flops: Numbers, scores: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the seconds of the forward and of the backward of an attention without its weights.
+
+        Args:
+            flops: of the forward; the half of it if the attention is causal and fused.
+            scores: elements of its s x s scores, all heads and samples of this rank.
+        """
+        if self.stack.fused:
+            forward, tiles = flops / (self.peak * self.constants.attention), self.sequence * TILE
+            return forward + tiles, 2.5 * forward + tiles  # the backward computes the scores again
+        forward = flops / (self.peak * self.constants.matmul) + self.constants.attention * self.move(
+            13 * scores
+        )
+        return forward, 2 * forward
+
+    # ---- communication
+
+    def collective(
+        self, kind: Kind, nbytes: Numbers, layout: Layout, axis: str, n: Numbers = None, calls: Numbers = 1
+    ) -> Numbers:  # fmt: skip
+        """Return the seconds that a collective takes along an axis.
+
+        Args:
+            kind: of the collective.
+            nbytes: its payload, over all calls: what every rank has before a reduce-scatter or after an all-gather.
+            layout, axis: whose group that is; see `Layout.per_node`.
+            n: the ranks, if they are others.
+            calls: calls that the payload is sent in, one after the other.
+        """
+        machine, inside = self.hardware, layout.per_node(axis, self.hardware.per_node)
+        n = getattr(layout, axis) if n is None else n
+        nodes = larger(1, n // inside)
+        took = collective_time(kind, nbytes, n, nodes, machine.link, machine.between, calls)
+        return where(nbytes > 0, took, 0.0)
+
+    def message(self, nbytes: Numbers, crosses: Numbers) -> Numbers:
+        """Return the seconds of a message from one rank to another, perhaps on another node."""
+        inside, between = self.hardware.link, self.hardware.between or self.hardware.link
+        return where(crosses, between.time(Kind.SEND, nbytes), inside.time(Kind.SEND, nbytes))
+
+    # ---- a layer
+
+    def layer(self, layout: Layout) -> LayerTime:
+        """Return the times of a layer, the mean of all kinds."""
+        kinds = [(count / self.model.layers, self.kind(first, layout)) for first, count in self.model.kinds()]
+        forward, backward = (
+            {
+                cause: sum(share * getattr(each, side)[cause] for share, each in kinds)
+                for cause in kinds[0][1].forward
+            }
+            for side in ("forward", "backward")
+        )
+        return LayerTime(forward, backward, sum(share * each.last for share, each in kinds))
+
+    def kind(self, layer: int, layout: Layout) -> LayerTime:
+        """Return the times of a layer of one kind, by its number."""
+        model, stack, sp = self.model, self.stack, layout.sequence_parallel
+        tokens, visits = layout.microbatch * self.sequence / layout.cp, model.visits(layer)
+        nbytes = tokens * model.hidden * stack.element
+        products, backward_products, last = self._products(layer, tokens, layout)
+        attention = self._attention(layer, layout)
+        moved = self._moved_per_token(layer, layout)
+
+        # Of its tokens, what tensor parallelism sends for the attention and the MLP. Experts that are whole on each
+        # rank (etp = 1) need nothing. Divided ones need their tokens from the whole group after the dispatch, once per
+        # visit (Liu et al. 2025, arXiv 2504.14960, section 3). Without sequence parallelism the group sums what it made
+        # of each token.
+        sent: list[Numbers] = [nbytes] * (1 if visits and not model.shared_ffn else 2)
+        if visits:
+            sent.append(nbytes * where(layout.expert_tp > 1, where(sp, visits, 1), 0))
+        tensor = sum(self._tensor_parallel(each, layout) for each in sent)
+        context, back_context = self._context_parallel(tokens, layout)
+        # Tokens reach the ranks of their experts from all that have part of the sequence, and come back.
+        ranks_visited = layout.ep * (1 - (1 - 1 / layout.ep) ** visits) if stack.deduplicates else visits
+        dispatched = nbytes * ranks_visited * layout.busiest / layout.sequence_parts
+        experts = 2 * self.collective(Kind.ALL_TO_ALL, dispatched, layout, "ep")
+
+        fixed = self.constants.fixed
+        forward = {
+            "products": products, "attention": attention[0], "elementwise": self.elementwise(moved[0] * tokens),
+            "launches": fixed, "tensor parallel": tensor, "context parallel": context, "experts": experts,
+        }  # fmt: skip
+        backward = {
+            "products": backward_products, "attention": attention[1],
+            "elementwise": self.elementwise(moved[1] * tokens), "launches": 2 * fixed, "tensor parallel": tensor,
+            "context parallel": back_context, "experts": experts,
+        }  # fmt: skip
+        return LayerTime(forward, backward, last if stack.early_stop else 0.0)
+
+    def head(self, layout: Layout) -> Numbers:
+        """Return the seconds per micro-batch of the head and the loss, forward and backward."""
+        if not self.model.vocabulary:
+            return 0.0
+        width = larger(1, self.model.vocabulary // layout.tp)
+        # Of an image, only one token is classified.
+        tokens = layout.microbatch * (1 if self.model.patch else self.sequence / layout.cp)
+        loss = self.elementwise(self.stack.loss * tokens * width)
+        return sum(self.product(tokens, self.model.hidden, width)) + loss
+
+    def _products(self, layer: int, tokens: Numbers, layout: Layout) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the seconds of the products with weights: forward, backward, and of the last one's forward."""
+        forward: Numbers = 0.0
+        backward: Numbers = 0.0
+        last: Numbers = 0.0
+        conversions = (
+            1 / layout.microbatches if self.stack.converts_once else 1.0
+        )  # of a weight, per micro-batch
+        spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
+        for m in self.model.matmuls(layer):
+            degree = layout.expert_tp if m.experts else layout.tp
+            k = larger(1, m.k // degree) if m.divided == "k" else m.k
+            n = larger(1, m.n // degree) if m.divided == "n" else m.n
+            if m.experts:
+                visited = tokens * self.model.visits(layer) * layout.busiest / spread
+                last, back = self._experts(m, visited, k, n, layout, conversions)
+            else:
+                rows = tokens if m.divided else tokens / layout.sequence_parts
+                last, back = self.product(rows, k, n, conversions)
+            forward = forward + last
+            backward = backward + back * (1 + layout.trainable) / 2  # frozen weights need no gradient
+        return forward, backward, last
+
+    def _experts(
+        self, m: Matmul, visits: Numbers, k: Numbers, n: Numbers, layout: Layout, conversions: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
+        local = m.experts / layout.ep
+        forward, back = self.product(visits / local, k, n, conversions)
+        return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
+
+    def _attention(self, layer: int, layout: Layout) -> tuple[Numbers, Numbers]:
+        """Return the seconds of a layer's attentions without their weights, on the rank with most scores.
+
+        A mask hides scores that are computed where attention is not fused. In a ring of contiguous parts the last
+        rank's tokens see all parts before theirs, and half of their own; in zigzag order all ranks compute the half.
+        """
+        model = self.model
+        scores = layout.microbatch * self.sequence * (self.sequence / layout.cp) * model.heads / layout.tp
+        every = 2.0 * (model.qk_dim + model.v_dim) * scores
+        share: Numbers = 1.0
+        if self.stack.fused and model.causal and layer >= model.encoder:
+            share = where(layout.cp_order == CONTIGUOUS, 1 - 0.5 / layout.ring, 0.5)
+        attention = self._attend(every * share, scores)
+        if model.encoder and layer >= model.encoder:  # it attends to the encoder too
+            cross = self._attend(every, scores)
+            return attention[0] + cross[0], attention[1] + cross[1]
+        return attention
+
+    def _moved_per_token(self, layer: int, layout: Layout) -> tuple[Numbers, Numbers]:
+        """Return the bytes per token that elementwise operators move in a layer's forward and backward.
+
+        Tokens are copied into the order of experts and back; on arrival again, where a rank has several experts, but
+        for DeepEP; and in 8 or 4 bits to be padded. Megatron multiplies what an expert's activation returns with the
+        router's weight: without a gate it does so in 32 bits, which moves 12 bytes per element, and 32 in the backward
+        (experts.py).
+        """
+        model, stack, h, visits = self.model, self.stack, self.model.hidden, self.model.visits(layer)
+        width = model.ffn / layout.tp
+        copied: Numbers = 0.0
+        if visits:
+            routed = (model.expert_ffn or model.ffn) * visits * layout.busiest
+            width = routed / layout.expert_parts + model.shared_ffn / layout.tp
+            sorts = (layout.ep > 1) & (layout.ep < model.experts) & (not stack.deduplicates)
+            copies = 1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4))
+            rows = visits * layout.busiest * layout.expert_tp / layout.expert_parts
+            copied = 4 * stack.element * h * copies * rows
+        weighed = width if visits and stack.weighs_inside and not model.gated else 0.0
+        once = stack.element / 2 * (22 * h / layout.sequence_parts + (8 if model.gated else 4) * width)
+        return once + copied + 12 * weighed, 2 * once + copied + 32 * weighed
+
+    def _tensor_parallel(self, nbytes: Numbers, layout: Layout) -> Numbers:
+        """Return the exposed seconds of what a forward sends; its backward takes as long.
+
+        An all-reduce; with sequence parallelism an all-gather and a reduce-scatter, which together send as much
+        (Korthikanti et al. 2022, section 4.2.2), but without the help of a switch that adds up.
+        """
+        whole, gathered, scattered = (
+            self.collective(kind, nbytes, layout, "tp")
+            for kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+        )
+        exposed = KAPPA if self.stack.userbuffers else ASYNC if self.stack.async_tp else 1.0
+        return where(layout.sequence_parallel, (gathered + scattered) * exposed, whole)
+
+    def _context_parallel(self, tokens: Numbers, layout: Layout) -> tuple[Numbers, Numbers]:
+        """Return the exposed seconds that attention to other ranks' tokens takes, forward and backward.
+
+        A ring passes keys and values on, and their gradients too in the backward: half of that runs beside the
+        attention. Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is
+        computed. Together, the ranks of a ring have the heads that Ulysses leaves them.
+        """
+        model, element, u, r = self.model, self.stack.element, layout.ulysses, layout.ring
+        of_keys = model.kv_heads / layout.tp
+        of_keys = where(u > 1, larger(of_keys, u), of_keys)
+        nbytes = element * tokens * 2 * (model.heads / layout.tp + of_keys) * model.head_dim
+        exchanged = self.collective(Kind.ALL_TO_ALL, nbytes, layout, "ulysses", calls=4)
+        keys = element * tokens * r * 2 * of_keys * model.head_dim
+        passed = 0.5 * self.collective(Kind.ALL_GATHER, keys, layout, "ring")
+        return exchanged + passed, exchanged + 2 * passed
+
+
+def peak_of(device: Device, dtype: str) -> float:
+    """Return the published peak in FLOP/s; the rate that is known where no peak is."""
+    return device.peak.get(dtype) or device.rate(dtype)
+
+
+@cache
+def _measured_shapes() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
+    """Return by device and layout the measured shapes, as logarithms, and their share of the peak."""
+    out: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
+    with files("mpkit.prediction.cost_model").joinpath("kernels.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            shape = log(int(row["m"])), log(int(row["k"])), log(int(row["n"])), float(row["share"])
+            out.setdefault(row["device"], {}).setdefault(row["layout"], []).append(shape)
+    return out
+
+
+@cache
+def _share(device: str, layout: str, m: float, k: float, n: float) -> float:
+    at = log(m), log(k), log(n)
+    near = sorted(
+        (abs(at[0] - m) + abs(at[1] - k) + abs(at[2] - n), share)
+        for m, k, n, share in _measured_shapes()[device][layout]
+    )
+    same = [share for distance, share in near if distance < 1e-9]
+    if same:
+        return sum(same) / len(same)
+    weights = [(1 / (distance + 0.05), share) for distance, share in near[:3]]
+    return sum(w * share for w, share in weights) / sum(w for w, _ in weights)
+
+
+def measured_share(device: str, layout: str, m: Numbers, k: Numbers, n: Numbers) -> Numbers:
+    """Return the share of the peak that a product reaches: that of its shape, or of the three nearest, weighted.
 
     Args:
-        model, layer: the architecture, and the number of the layer.
-        layout: how the step is divided.
-        sequence: tokens per sample, s.
-        kernels, network: of the stack and the machine.
+        device: a device of `kernels.csv`.
+        layout: "TN" (forward), "NN" (gradient of the input) or "NT" (gradient of the weight).
+        m, k, n: the product is of [m, k] and [k, n].
+
+    >>> round(measured_share("B200 SXM", "TN", 4096, 8192, 10240), 3)
+    0.645
     """
-    t, cp, stack = layout.tp, layout.cp, kernels.stack
-    tokens = layout.microbatch * sequence / cp
-    own_tokens = tokens / (t if layout.sequence_parallel else 1)
-    h = model.hidden
-
-    spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
-    products = [0.0, 0.0]
-    last, visited = 0.0, model.visits(layer) * layout.busiest
-    for m in model.matmuls(layer):
-        degree = layout.expert_tp if m.experts else t
-        k = max(1, m.k // degree) if m.divided == "k" else m.k
-        n = max(1, m.n // degree) if m.divided == "n" else m.n
-        if not m.experts:
-            last, back = kernels.product(tokens if m.divided else own_tokens, k, n, can_narrow=True)
-        else:
-            last, back = _experts(m.experts / layout.ep, tokens * visited / spread, k, n, kernels)
-        products[0] += last
-        products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
-
-    attention = _attention(model, layer, layout, sequence, kernels)
-    moved = _moved_per_token(model, layer, layout, stack)
-    elementwise = [kernels.elementwise(nbytes * tokens) for nbytes in moved]
-
-    fixed = kernels.constants.fixed
-    sent = [
-        times * tokens * h * stack.element
-        for times in _sent_by_tensor_parallel(model, model.visits(layer), layout)
-    ]
-    tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
-    context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    experts = 2 * _dispatch_time(tokens * h * stack.element, model.visits(layer), layout, network, stack)
-
-    forward = (products[0], attention[0], elementwise[0], fixed, tensor, context, experts)
-    backward = (
-        products[1], attention[1], elementwise[1], 2 * fixed, tensor, back_context, experts,
-    )  # fmt: skip
-    computed = sum(forward) - (last if stack.early_stop else 0.0)
-    return LayerTime(forward, backward, computed)
-
-
-def head_time(model: Architecture, layout: Layout, sequence: int, kernels: Kernels) -> float:
-    """Return the seconds per micro-batch of the head and the loss, forward and backward."""
-    tokens = layout.microbatch * sequence / layout.cp
-    width = max(1, model.vocabulary // layout.tp)
-    if not model.vocabulary:
-        return 0.0
-    if model.patch:  # of an image, only one token is classified
-        tokens = layout.microbatch
-    loss = kernels.elementwise(kernels.stack.loss * tokens * width)
-    return sum(kernels.product(tokens, model.hidden, width)) + loss
-
-
-def _experts(local: float, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:
-    """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
-    forward, back = kernels.product(visits / local, k, n, can_narrow=True)
-    return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
-
-
-def _dispatch_time(nbytes: float, visits: int, layout: Layout, network: Network, stack: Stack) -> float:
-    """Return the seconds in which tokens reach the ranks of their experts, from all that have part of the sequence."""
-    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
-    senders = layout.tp if layout.sequence_parallel else 1
-    inside = layout.per_node("ep", network.per_node)
-    return network.time(Kind.ALL_TO_ALL, nbytes * sends * layout.busiest / senders, layout.ep, inside)
-
-
-def _ranks_visited(visits: int, ep: int) -> float:
-    """Return on how many of ep ranks the experts are that a token visits, if all ranks are equally likely.
-
-    >>> [_ranks_visited(k, 8) for k in (1, 2)], round(_ranks_visited(8, 8), 2)
-    ([1.0, 1.875], 5.25)
-    """
-    return ep * (1 - (1 - 1 / ep) ** visits)
-
-
-def _attention(
-    model: Architecture, layer: int, layout: Layout, sequence: int, kernels: Kernels
-) -> tuple[float, float]:
-    """Return the seconds of a layer's attentions without their weights, on the rank with most scores."""
-    stack, causal = kernels.stack, model.causal and layer >= model.encoder
-    scores = layout.microbatch * sequence * (sequence / layout.cp) * model.heads / layout.tp
-    each = 2.0 * (model.qk_dim + model.v_dim)
-    share = (
-        _score_share(layout, causal=causal) if stack.fused else 1.0
-    )  # a mask hides scores that are computed
-    attention = kernels.attention(each * scores * share, scores, sequence)
-    if model.encoder and layer >= model.encoder:  # it attends to the encoder too
-        cross = kernels.attention(each * scores, scores, sequence)
-        return attention[0] + cross[0], attention[1] + cross[1]
-    return attention
-
-
-def _score_share(layout: Layout, *, causal: bool) -> float:
-    """Return which share of its tokens' scores with all tokens the rank with most computes.
-
-    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own.
-
-    >>> [_score_share(Layout(cp=4, cp_order=order), causal=True) for order in ("zigzag", "contiguous")]
-    [0.5, 0.875]
-    """
-    if not causal:
-        return 1.0
-    return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
-
-
-def _moved_per_token(model: Architecture, layer: int, layout: Layout, stack: Stack) -> tuple[float, float]:
-    """Return the bytes per token that elementwise operators move in a layer's forward and backward.
-
-    Tokens are copied into the order of experts and back; on arrival again, where a rank has several experts, but for
-    DeepEP; and in 8 or 4 bits to be padded. Megatron multiplies what an expert's activation returns with the router's
-    weight: without a gate it does so in 32 bits, which moves 12 bytes per element, and 32 in the backward (experts.py).
-    """
-    h, width, visits = model.hidden, _mlp_width(model, layer, layout), model.visits(layer) * layout.busiest
-    whole = 22 * h / (layout.tp if layout.sequence_parallel else 1)
-    sorts = model.experts > layout.ep > 1 and not stack.deduplicates
-    copies = 1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4))
-    copied = 4 * stack.element * h * copies * visits * layout.expert_tp / layout.expert_parts
-    weighed = width if visits and stack.weighs_inside and not model.gated else 0.0
-    once = stack.element / 2 * (whole + (8 if model.gated else 4) * width)
-    return once + copied + 12 * weighed, 2 * once + copied + 32 * weighed
-
-
-def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
-    """Return the width inside of the MLP, or of the experts that a token visits, as one rank computes it per token."""
-    if not (visits := model.visits(layer)):
-        return model.ffn / layout.tp
-    routed = (model.expert_ffn or model.ffn) * visits * layout.busiest
-    return routed / layout.expert_parts + model.shared_ffn / layout.tp
-
-
-def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -> list[int]:
-    """Return what tensor parallelism sends in a layer's forward, in units of its tokens: for the attention and the MLP.
-
-    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group
-    after the dispatch, once per visit (Liu et al. 2025, arXiv 2504.14960, section 3). Without sequence parallelism the
-    group sums what it made of each token.
-    """
-    sent = [1]
-    if not visits or model.shared_ffn:
-        sent.append(1)
-    if visits and layout.expert_tp > 1:
-        sent.append(visits if layout.sequence_parallel else 1)
-    return sent
-
-
-def _tensor_parallel(nbytes: float, layout: Layout, network: Network, stack: Stack) -> float:
-    """Return the exposed seconds of what a forward sends; its backward takes as long.
-
-    An all-reduce; with sequence parallelism an all-gather and a reduce-scatter, which together send as much
-    (Korthikanti et al. 2022, section 4.2.2), but without the help of a switch that adds up.
-    """
-    t, inside = layout.tp, layout.per_node("tp", network.per_node)
-    if not layout.sequence_parallel:
-        return network.time(Kind.ALL_REDUCE, nbytes, t, inside)
-    both = sum(network.time(kind, nbytes, t, inside) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
-    return both * (KAPPA if stack.userbuffers else ASYNC if stack.async_tp else 1.0)
-
-
-def _context_parallel(
-    model: Architecture, tokens: float, layout: Layout, network: Network, element: int
-) -> tuple[float, float]:
-    """Return the exposed seconds that attention to other ranks' tokens takes, forward and backward.
-
-    A ring passes keys and values on, and their gradients too in the backward: half of that runs beside the attention.
-    Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is computed. Together,
-    the ranks of a ring have the heads that Ulysses leaves them.
-    """
-    u, r = layout.ulysses, layout.ring
-    of_keys, exchanged, passed = model.kv_heads / layout.tp, 0.0, 0.0
-    if u > 1:
-        of_keys = max(of_keys, u)
-        nbytes = element * tokens * 2 * (model.heads / layout.tp + of_keys) * model.head_dim
-        inside = layout.per_node("ulysses", network.per_node)
-        exchanged = network.time(Kind.ALL_TO_ALL, nbytes, u, inside, calls=4)
-    if r > 1:
-        keys = element * tokens * r * 2 * of_keys * model.head_dim
-        passed = 0.5 * network.time(Kind.ALL_GATHER, keys, r, layout.per_node("ring", network.per_node))
-    return exchanged + passed, exchanged + 2 * passed
+    if not any(isinstance(size, np.ndarray) for size in (m, k, n)):
+        return _share(device, layout, m, k, n)
+    shares, which = call_distinct(lambda *sizes: _share(device, layout, *sizes), m, k, n)
+    return np.array(shares)[which]

@@ -1,30 +1,35 @@
-"""Layout: the degrees of a plan as numbers, with what only some frameworks have (expert parallelism).
+"""Layout: the degrees of a plan as numbers, of one plan or of a hundred thousand.
 
-Shares: how many parameters a rank of a layout computes with, and how many of them it updates.
+Layout   a plan's degrees, with what only some frameworks have; `Layout.stack` makes many of them one of arrays
+Stages   what the ranks of a pipeline hold: of one layout all its ranks, of many the classes of those that hold alike
+Shares   how many parameters the ranks compute with, and how many of them they update
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from math import ceil, gcd
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpkit.common.arrays import Numbers, call_distinct, larger, rows_at, take, where
 from mpkit.plan.kinds import CONTIGUOUS, ZIGZAG, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
-from mpkit.plan.schedule.summary import stage_ranks
+from mpkit.plan.schedule.summary import peak_live, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["Layout", "ParameterShares", "layout_of", "model_under", "plan_of"]
+__all__ = ["Layout", "Shares", "Stages", "layout_of", "model_under", "plan_of", "shares_of", "stages_of"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the work of a step is divided.
+    """How the work of a step is divided: one layout, or many at once, each field then an array or what all have.
 
     Attributes:
         pp, dp, cp, tp: the degrees of the mesh; tp is innermost, pp outermost.
@@ -76,64 +81,107 @@ class Layout:
     prefetch: int = 1
     load: float = 1.0
 
+    # ---- many layouts as one
+
+    @classmethod
+    def stack(cls, layouts: Sequence[Layout]) -> Layout:
+        """Return layouts as one: a field in which they differ is an array.
+
+        >>> both = Layout.stack([Layout(dp=2, zero=3), Layout(dp=4, zero=3)])
+        >>> both.dp.tolist(), both.zero, both.ranks.tolist(), both.take(1).dp
+        ([2, 4], 3, [2, 4], np.int64(4))
+        """
+        columns = {field.name: [getattr(each, field.name) for each in layouts] for field in fields(cls)}
+        values = {
+            name: column[0] if all(value == column[0] for value in column) else np.array(column)
+            for name, column in columns.items()
+        }
+        return cls(**values)
+
+    def take(self, rows: Any, **changes: Any) -> Layout:
+        """Return some of these layouts, with other fields."""
+        values = {field.name: take(getattr(self, field.name), rows) for field in fields(self)}
+        return Layout(**(values | changes))
+
+    def one(self, row: int, **changes: Any) -> Layout:
+        """Return one of these layouts, in Python's own types."""
+        other = self.take(row, **changes)
+        values = ((field.name, getattr(other, field.name)) for field in fields(self))
+        return Layout(
+            **{name: value.item() if isinstance(value, np.generic) else value for name, value in values}
+        )
+
+    def vary(self, **changes: Any) -> Layout:
+        """Return the layout with other fields, for searches: several times as fast as `replace`."""
+        other = object.__new__(Layout)
+        other.__dict__.update({name: self.__dict__[name] for name in _NAMES}, **changes)
+        return other
+
+    # ---- what follows from the degrees
+
     @cached_property
-    def ranks(self) -> int:
+    def ranks(self) -> Numbers:
         """The number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
-    @property
-    def ulysses(self) -> int:
-        """The ranks, out of cp, that divide the heads for attention; the others of a sequence are in a ring."""
-        return self.cp if self.cp_method == "ulysses" else 1
+    @cached_property
+    def replicas(self) -> Numbers:
+        """The number of ranks that would hold the same weights without ZeRO: those along dp and cp."""
+        return self.dp * self.cp
 
-    @property
-    def ring(self) -> int:
+    @cached_property
+    def ulysses(self) -> Numbers:
+        """The ranks, out of cp, that divide the heads for attention; the others of a sequence are in a ring."""
+        return where(self.cp_method == "ulysses", self.cp, 1)
+
+    @cached_property
+    def ring(self) -> Numbers:
         """The ranks, out of cp, that pass keys and values around."""
         return self.cp // self.ulysses
 
     @cached_property
-    def replicas(self) -> int:
-        """The number of ranks that would hold the same weights without ZeRO: those along dp and cp."""
-        return self.dp * self.cp
-
-    @property
-    def expert_tp(self) -> int:
+    def expert_tp(self) -> Numbers:
         """The number of ranks that share each expert."""
-        return self.etp or self.tp
+        return where(self.etp == 0, self.tp, self.etp)
 
-    @property
-    def expert_shards(self) -> int:
+    @cached_property
+    def expert_shards(self) -> Numbers:
         """The number of ranks that hold the same experts, and among which ZeRO shards these."""
-        folded = 1 if self.alike else self.tp // self.expert_tp
-        return max(1, self.shards * folded // self.ep)
+        folded = where(self.alike, 1, self.tp // self.expert_tp)
+        return larger(1, self.shards * folded // self.ep)
 
-    @property
-    def own_experts(self) -> bool:
-        """Whether fewer ranks hold an expert than hold other weights: each replica has experts of its own."""
-        return self.ep > 1
-
-    @property
-    def summed_experts(self) -> bool:
-        """Whether ranks along tp that hold the same experts sum their gradients, each of its part of the sequence."""
-        return self.alike and self.sequence_parallel and self.tp > 1
-
-    @property
-    def expert_parts(self) -> int:
+    @cached_property
+    def expert_parts(self) -> Numbers:
         """The number of parts into which the work of a token's experts is divided along tp.
 
         Ranks that share no experts compute those of their own part of the sequence, or all the same.
         """
-        return self.tp if self.sequence_parallel else self.expert_tp
+        return where(self.sequence_parallel, self.tp, self.expert_tp)
 
     @property
-    def busiest(self) -> float:
+    def busiest(self) -> Numbers:
         """The rows of the busiest rank's experts, divided by the mean of the ranks that divide them."""
-        return min(self.load, float(self.ep))
+        return where(self.load > self.ep, self.ep * 1.0, self.load)
 
     @cached_property
-    def last(self) -> int:
-        """The rank, along pp, that holds the last stage: the head and the loss are there."""
-        return stage_ranks(self.schedule, self.pp)[-1]
+    def sequence_parts(self) -> Numbers:
+        """The number of parts into which a sequence is divided between tensor-parallel layers."""
+        return where(self.sequence_parallel, self.tp, 1)
+
+    @cached_property
+    def shards(self) -> Numbers:
+        """The number of ranks among which ZeRO shards."""
+        return where(self.sharded == 0, self.replicas, self.sharded)
+
+    @property
+    def groups(self) -> Numbers:
+        """The number of ranks that hold the same shard: 1 unless sharding is hybrid."""
+        return self.replicas // self.shards
+
+    @property
+    def global_batch(self) -> Numbers:
+        """Samples per step."""
+        return self.dp * self.microbatch * self.microbatches
 
     @property
     def stage_to_rank(self) -> tuple[int, ...]:
@@ -144,63 +192,30 @@ class Layout:
         """
         return stage_ranks(self.schedule, self.pp, self.virtual_stages)
 
-    @property
-    def shards(self) -> int:
-        """The number of ranks among which ZeRO shards."""
-        return self.sharded or self.replicas
-
-    @property
-    def groups(self) -> int:
-        """The number of ranks that hold the same shard: 1 unless sharding is hybrid."""
-        return self.replicas // self.shards
-
-    @property
-    def global_batch(self) -> int:
-        """Samples per step."""
-        return self.dp * self.microbatch * self.microbatches
-
-    def vary(self, **changes: Any) -> Layout:
-        """Return the layout with other fields, for searches: several times as fast as `replace`.
-
-        >>> Layout(dp=4, zero=3).vary(offload="params", cp_method="ulysses").replicas
-        4
-
-        What follows from the degrees is computed here, so that all variants of a layout share it.
-
-        Args:
-            changes: fields by name, other than the degrees and the schedule, from which others are derived.
-        """
-        _ = self.ranks, self.replicas, self.last
-        other = object.__new__(Layout)
-        other.__dict__.update(self.__dict__, **changes)
-        return other
-
-    def per_node(self, axis: str, devices: int) -> int:
+    def per_node(self, axis: str, devices: int) -> Numbers:
         """Return how many ranks of a group along an axis share a node, in the group that is divided most.
 
         >>> Layout(tp=8).per_node("tp", 8), Layout(tp=6).per_node("tp", 8)  # ranks 6 and 7, and 8 to 11
         (8, 2)
 
         Args:
-            axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
+            axis: "tp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
                 which ZeRO shards), "groups" (those that hold the same shard) or
                 "ep": beside each other, and tp apart where the ranks along tp share an expert or hold the same ones;
                 "edp": those among which ZeRO shards an expert.
             devices: devices per node.
         """
-        inner, size = {
-            "tp": (1, self.tp),
-            "cp": (self.tp, self.cp),
-            "ulysses": (self.tp, self.ulysses),
-            "ring": (self.tp * self.ulysses, self.ring),
-            "ep": (self.tp if self.alike else self.expert_tp, self.ep),
-            "edp": ((self.tp if self.alike else self.expert_tp) * self.ep, self.expert_shards),
-            "replicas": (self.tp, self.replicas),
-            "shards": (self.tp, self.shards),
-            "groups": (self.tp * self.shards, self.groups),
-        }[axis]
+        tp, size = self.tp, getattr(self, "expert_shards" if axis == "edp" else axis)
+        if axis == "tp":
+            inner = 1
+        elif axis in ("ep", "edp"):
+            inner = where(self.alike, tp, self.expert_tp) * (self.ep if axis == "edp" else 1)
+        else:
+            inner = tp * {"ring": self.ulysses, "groups": self.shards}.get(axis, 1)
         places = devices // inner
-        return gcd(size, places) if places and size > 1 else 1
+        if isinstance(places, np.ndarray) or isinstance(size, np.ndarray):
+            return where(np.asarray(places > 0), np.gcd(size, places), 1)
+        return gcd(size, places) if places else 1
 
     def stage_layers(self, layers: int) -> list[int]:
         """Return the number of layers that each rank of a pipeline holds.
@@ -216,6 +231,9 @@ class Layout:
             return list(_by_weight(layers, self.pp, self.head))
         each, more = divmod(layers, self.pp)
         return [each + (stage < more) for stage in range(self.pp)]
+
+
+_NAMES = tuple(field.name for field in fields(Layout))
 
 
 @cache
@@ -273,6 +291,79 @@ def plan_of(layout: Layout) -> Plan:
     )  # fmt: skip
 
 
+# ---- stages
+
+
+class Stages(NamedTuple):
+    """What the ranks of a pipeline hold, along the first axis; a second one is that of many layouts.
+
+    Attributes:
+        kinds: the number of layers, of each kind.
+        first, last: whether a rank has the first stage, and the last one with the head and the loss.
+        live: the most micro-batches in flight.
+    """
+
+    kinds: tuple[Numbers, ...]
+    first: Numbers
+    last: Numbers
+    live: Numbers
+
+    @property
+    def layers(self) -> Numbers:
+        """The number of layers of each rank."""
+        return sum(self.kinds)
+
+    def take(self, rows: Numbers) -> Stages:
+        """Return those of some of the layouts."""
+        return Stages(
+            tuple(take(kind, rows) for kind in self.kinds), *(take(each, rows) for each in self[1:])
+        )
+
+
+def stages_of(model: Architecture, layout: Layout) -> Stages:
+    """Return what the ranks of a pipeline hold; of many layouts, one rank of each class of those that hold alike.
+
+    Layouts of fewer classes than others repeat their first one.
+
+    >>> stages_of(Architecture(5, 64, 4, experts=4, top_k=2, dense=1), Layout(pp=2)).kinds
+    (array([1, 0]), array([2, 2]))
+    """
+    n = len(model.kinds())
+    if not isinstance(layout.ranks * layout.microbatches, np.ndarray):
+        *kinds, first, last, live = zip(*_ranks(model, layout), strict=True)
+        return Stages(tuple(map(np.array, kinds)), np.array(first), np.array(last), np.array(live))
+
+    def classes(schedule: str, pp: int, v: int, m: int) -> list[tuple[Any, ...]]:
+        shape = Layout(pp=pp, schedule=schedule, virtual_stages=v, microbatches=m, head=layout.head)
+        most: dict[tuple[Any, ...], float] = {}
+        for *kind, live in _ranks(model, shape):
+            most[tuple(kind)] = max(live, most.get(tuple(kind), 0.0))
+        return [(*kind, live) for kind, live in most.items()]
+
+    columns = layout.schedule, layout.pp, layout.virtual_stages, layout.microbatches
+    found, which = call_distinct(classes, *columns)
+    most = max(map(len, found))
+    table = np.array([[*each, *[each[0]] * (most - len(each))] for each in found], float)[which].transpose(
+        2, 1, 0
+    )
+    return Stages(tuple(table[:n]), table[n] > 0, table[n + 1] > 0, table[n + 2])
+
+
+def _ranks(model: Architecture, layout: Layout) -> list[tuple[Any, ...]]:
+    """Return of each rank of a pipeline its layers by kind, whether it has the first and the last stage, and what is
+    in flight there.
+    """
+    last = layout.stage_to_rank[-1]
+    live = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
+    found, begin = [], 0
+    for rank, count in enumerate(layout.stage_layers(model.layers)):
+        end = begin + count
+        kinds = [max(0, min(end, i + n) - max(begin, i)) for i, n in model.kinds()]
+        found.append((*kinds, rank == 0, rank == last, live[rank]))
+        begin = end
+    return found
+
+
 # ---- parameters of the ranks
 
 
@@ -281,67 +372,44 @@ def model_under(stack: Stack, model: Architecture) -> Architecture:
     return replace(model, whole_experts=False) if model.whole_experts and stack.divides_experts else model
 
 
-class ParameterShares:
+@dataclass(frozen=True)
+class Shares:
     """The parameters of the ranks of a layout.
 
     Attributes:
-        stack: the software stack.
-        stages: parameters of each stage as one of its ranks computes with them, divided by tp, and by ep.
+        layout, stack: how the step is divided, with which software.
+        weights: of each stage, as one of its ranks computes with them, divided by tp, and by ep.
         experts: of these, those of experts, which fewer replicas hold.
-        parameters: those of the rank that holds most.
-        own: of these, those of experts.
-        updated: those that this rank updates: under ZeRO a part.
-        layer: those of the largest layer, divided by tp, and by ep.
-        layer_experts: of these, those of experts.
+        layer, layer_experts: those of the largest layer, and of its experts.
         edge: those outside the layers, of the first or the last stage.
-
-    >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
-    >>> ParameterShares(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).updated
-    31109952.0
+        layers: the layers of the rank with most.
     """
 
-    def __init__(self, model: Architecture, layout: Layout, stack: Stack) -> None:
-        self.stack = stack
-        t, divided = layout.tp, layout.expert_tp * layout.ep
-        kinds: list[
-            tuple[int, int, float, float]
-        ] = []  # first, end; what a rank holds of it, and of its experts
-        for first, count in model.kinds():
-            experts, parted = model.expert_parameters(first), model.divided_parameters(first)
-            whole = model.layer_parameters(first) - experts - parted
-            kinds.append((first, first + count, whole + parted / t, experts / divided))
-        self.layer, self.layer_experts = max(((rest + own, own) for _, _, rest, own in kinds))
-        held = layout.stage_layers(model.layers)
-        self._layers = max(held)
-        begin = 0
-        self.stages: list[float] = []
-        self.experts: list[float] = []
-        for count in held:
-            end = begin + count
-            rest_here = own_here = 0.0
-            for first, last, rest, own in kinds:
-                within = max(0, min(end, last) - max(begin, first))
-                rest_here += within * rest
-                own_here += within * own
-            self.stages.append(rest_here + own_here)
-            self.experts.append(own_here)
-            begin = end
-        edges = [
-            (all_of_it - whole) / t + whole
-            for all_of_it, whole in zip(
-                (model.embedding_parameters, model.head_parameters), model.whole_at_edges, strict=True
-            )
-        ]
-        self.edge = max(edges)
-        self.stages[0] += edges[0]
-        self.stages[layout.last] += edges[1]
-        if model.tied and layout.last:  # the last stage holds a copy of the embedding
-            self.stages[layout.last] += model.vocabulary * model.hidden / t
-        most = max(range(len(held)), key=self.stages.__getitem__)
-        self.parameters, self.own = self.stages[most], self.experts[most]
-        self.updated = self.updated_on(most, layout)
+    layout: Layout
+    stack: Stack
+    weights: Numbers
+    experts: Numbers
+    layer: Numbers
+    layer_experts: Numbers
+    edge: Numbers
+    layers: Numbers
 
-    def calls(self, parameters: float, element: float, layout: Layout) -> int:
+    @cached_property
+    def sharded(self) -> Numbers:
+        """Of each stage those in the shard of a rank; fewer ranks share experts."""
+        rest = self.weights - self.experts
+        return rest / self.layout.shards + self.experts / self.layout.expert_shards
+
+    @cached_property
+    def updated(self) -> Numbers:
+        """Of each stage those that a rank updates: under ZeRO, of experts too, its part."""
+        return where(self.layout.zero > 0, self.sharded, self.weights) * self.layout.trainable
+
+    def fullest(self, values: Numbers) -> Numbers:
+        """Return the value of the stage with most parameters."""
+        return rows_at(values, self.weights.argmax(axis=0))
+
+    def calls(self, parameters: Numbers, element: float) -> Numbers:
         """Return how many collectives send so many gradients or weights, of so many bytes each.
 
         PyTorch's FSDP makes one per layer, DeepSpeed one per `partition` of elements, Megatron and DDP one per bucket.
@@ -349,22 +417,46 @@ class ParameterShares:
         >>> from mpkit.prediction.cost_model.stack import stack_of
         >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
         >>> layout = Layout(dp=8, zero=1)
-        >>> [ParameterShares(gpt2, layout, stack_of(name)).calls(125e6, 4, layout) for name in ("pytorch", "megatron")]
-        [20, 4]
+        >>> [float(shares_of(gpt2, layout, stack_of(name)).calls(125e6, 4)) for name in ("pytorch", "megatron")]
+        [20.0, 4.0]
         """
         if self.stack.bucket_by_replicas:
-            bucket = max(40e6, 1e6 * layout.replicas) if self.stack.overlap else parameters
-            return max(1, ceil(parameters / bucket)) if parameters else 0
+            bucket = larger(40e6, 1e6 * self.layout.replicas)
+            return larger(1, -(-parameters // bucket)) if self.stack.overlap else 1
         if self.stack.partition:
-            return max(1, ceil(parameters / self.stack.partition))
-        return self._layers if layout.zero == 2 else max(1, ceil(parameters * element / self.stack.bucket))
+            return larger(1, -(-parameters // self.stack.partition))
+        buckets = larger(1, -(-parameters * element // self.stack.bucket))
+        return where(self.layout.zero == 2, self.layers, buckets)
 
-    def updated_on(self, stage: int, layout: Layout) -> float:
-        """Return the parameters that a rank of a stage updates: under ZeRO, of experts too, its part."""
-        held = self.sharded_on(stage, layout) if layout.zero else self.stages[stage]
-        return held * layout.trainable
 
-    def sharded_on(self, stage: int, layout: Layout) -> float:
-        """Return the parameters in the shard of a rank of a stage; fewer ranks share experts."""
-        whole, own = self.stages[stage], self.experts[stage]
-        return (whole - own) / layout.shards + own / layout.expert_shards
+def shares_of(model: Architecture, layout: Layout, stack: Stack, stages: Stages | None = None) -> Shares:
+    """Return the parameters of the ranks of a layout.
+
+    >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
+    >>> shares_of(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).updated
+    array([31109952.])
+    """
+    stages = stages or stages_of(model, layout)
+    t, divided = layout.tp, layout.expert_tp * layout.ep
+    weights: Numbers = 0.0
+    experts: Numbers = 0.0
+    layer: Numbers = 0.0
+    layer_experts: Numbers = 0.0
+    for (first, _), count in zip(model.kinds(), stages.kinds, strict=True):
+        all_experts, parted = model.expert_parameters(first), model.divided_parameters(first)
+        rest = model.layer_parameters(first) - all_experts - parted + parted / t
+        own = all_experts / divided
+        weights, experts = weights + count * (rest + own), experts + count * own
+        layer_experts = where(np.asarray(rest + own > layer), own, layer_experts)
+        layer = larger(layer, rest + own)
+    embedding, head = (
+        (every - whole) / t + whole
+        for every, whole in zip(
+            (model.embedding_parameters, model.head_parameters), model.whole_at_edges, strict=True
+        )
+    )
+    weights = weights + stages.first * embedding + stages.last * head
+    if model.tied:  # the last stage holds a copy of the embedding
+        weights = weights + (stages.last & ~stages.first) * (model.vocabulary * model.hidden / t)
+    edge, layers = larger(embedding, head), stages.layers.max(axis=0)
+    return Shares(layout, stack, weights, experts, layer, layer_experts, edge, layers)

@@ -6,18 +6,13 @@
     optimizer     states and master weights; under ZeRO its part
     activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
     logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
-    gathered      under ZeRO-3: whole parameters of the layer at work and of those ahead, and a whole gradient; mpkit
-                  has two whole units of gradients, one of them on its way, under ZeRO-2 too
+    gathered      under ZeRO-3: whole parameters of the layer at work and of those ahead, and a whole gradient
     buffers       what the framework and libraries keep: buckets, placeholders, workspaces
     context       outside torch's allocator: the CUDA context and NCCL's channels
 
-The peak is at one of four moments, and what is there at another one does not count:
-
-    loss          all activations, and the logits
-    backward      all activations, the working set of a layer, and what is gathered for it
-    end           of a backward that makes gradients as it goes, mpkit's under ZeRO with one micro-batch: those of all
-                  layers but the first, and the first layer's activations
-    update        all gradients, converted
+The peak is at one of three moments, and what is there at another one does not count: at the loss all activations and
+the logits, in a backward all activations, the working set of a layer and what is gathered for it, at the update all
+gradients, converted.
 
 Sources: Rajbhandari et al., "ZeRO", SC 2020 (states); Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", 2022, section 4 (activations); both extended to gated MLPs, grouped queries and fused attention.
@@ -25,28 +20,18 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
+
+from mpkit.common.arrays import Numbers, larger, rows_at, smaller, take, where
 from mpkit.devices.hardware import Device
-from mpkit.plan.schedule.summary import peak_live
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout, ParameterShares
+from mpkit.prediction.cost_model.layout import Layout, Shares, Stages, shares_of, stages_of
 from mpkit.prediction.cost_model.stack import Stack, workspaces
 
-__all__ = [
-    "CATEGORIES",
-    "FRAGMENTATION",
-    "MARGIN_WORD",
-    "SampleMemory",
-    "StateMemory",
-    "activations",
-    "kinds_of_stages",
-    "sample_memory",
-    "stage_memory",
-    "state_memory",
-]
+__all__ = ["CATEGORIES", "FRAGMENTATION", "MARGIN_WORD", "LayoutMemory", "MemoryModel"]
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
 
@@ -56,83 +41,16 @@ FRAGMENTATION, MARGIN_WORD = 0.05, "fragmentation"
 GIB = 2**30
 CONTEXT = 1.0 * GIB
 NCCL = 0.5 * GIB
+ON_HOST = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
+"""The categories that are on the host with an offload."""
 
 
-def activations(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
-    """Return the bytes that a layer keeps of one micro-batch for its backward, without recomputation.
-
-    Args:
-        model, layer: the architecture, and the number of the layer.
-        layout: how the step is divided.
-        sequence: tokens per sample, s.
-        stack: what the software does.
-
-    >>> gpt = Architecture(48, 6144, 64, bias=True)
-    >>> stack = Stack("paper", fused=False, dropout=True)
-    >>> s, b, h = 2048, 4, 6144
-    >>> round(activations(gpt, 0, Layout(microbatch=b), s, stack) / (s * b * h * (34 + 5 * 64 * s / h)), 9)
-    1.0
-    """
-    t = layout.tp
-    whole = t if layout.sequence_parallel else 1
-    tokens = layout.microbatch * sequence / layout.cp
-    e, h, a = stack.element, model.hidden, model.heads
-    dropped = 1 if stack.dropout else 0
-
-    routed = 0.0  # of experts
-    outside = 2.0 * e * h + 2 * e * h + 2 * dropped * h  # inputs of norms and of products; dropout masks
-    if model.kv_rank:
-        latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
-        outside += e * latent
-        inside = e * a * (2 * model.qk_dim + model.v_dim)
-    else:
-        inside = e * (a + 2 * model.kv_heads) * model.head_dim
-    inside += stack.attention_outputs * e * a * model.v_dim
-    if model.qk_norm:  # queries and keys before and after their norms
-        inside += e * (a + model.kv_heads) * model.head_dim
-    if stack.fused:
-        inside += 4 * a  # the logarithms of the sums of its scores
-    else:
-        inside += (2 * e + dropped) * a * sequence if dropped else e * a * sequence
-    widths = (
-        stack.gates if model.gated else 2
-    )  # an MLP without a gate keeps what its activation reads and returns
-    if model.visits(layer):
-        inside += e * widths * model.shared_ffn
-        routed = _expert_activations(model, layout, stack)
-        outside += stack.routing * model.experts
-    else:
-        inside += e * widths * model.ffn
-    return tokens * (outside / whole + inside / t + routed)
-
-
-def _expert_activations(model: Architecture, layout: Layout, stack: Stack) -> float:
-    """Return the bytes that the experts which a token visits keep of it."""
-    # Where ranks along tp divide an expert, each gathers what the others have received (Liu et al. 2025, arXiv
-    # 2504.14960, section 3).
-    e, wide = stack.element, model.expert_ffn or model.ffn
-    widths = (stack.gates if model.gated else 2) + (stack.weighs_inside and not model.gated)
-    each = e * widths * wide + layout.expert_tp * stack.sent * e * model.hidden
-    return model.top_k * each * layout.busiest / layout.expert_parts
-
-
-def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
-    """Return the bytes that a layer keeps of one micro-batch, with the layout's recomputation.
-
-    >>> gpt = Architecture(48, 6144, 64, bias=True)
-    >>> kept_bytes(gpt, 0, Layout(microbatch=4, recompute="full"), 2048, Stack("paper")) == 2 * 2048 * 4 * 6144
-    True
-    """
-    everything = activations(model, layer, layout, sequence, stack)
-    how, tokens = layout.recompute, layout.microbatch * sequence / layout.cp
-    border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+def _with_recomputation(how: str, everything: Numbers, border: Numbers, scores: Numbers) -> Numbers:
+    """Return the bytes that are kept, of all that a backward needs, of inputs of layers, and of attention's scores."""
     if how == "full":
         return border
     if how == "selective":
-        core = 0.0 if stack.fused else 1.0
-        mask = 1 if stack.dropout else 0
-        per_score = (2 * stack.element + mask) if mask else stack.element
-        return everything - core * tokens * per_score * model.heads * sequence / layout.tp
+        return everything - scores
     if how == "products":
         return border + 0.5 * (everything - border)
     if how == "none":
@@ -141,174 +59,228 @@ def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, s
     return (border + (k - 1) * everything) / k
 
 
-class SampleMemory(NamedTuple):
-    """The bytes of one sample of a micro-batch; all of them grow with the number of samples.
+@dataclass(frozen=True)
+class LayoutMemory:
+    """The bytes of a layout's ranks, or of those of many layouts, for any recomputation and offload.
 
     Attributes:
-        kinds: by kind of layer, what its backward needs.
-        border: a layer's input.
-        working: the working set of the layer at work.
-        logits: on the last stage, of no deferred gradient of the head, and of each one more.
-    """
-
-    kinds: tuple[float, ...]
-    border: float
-    working: float
-    logits: tuple[float, float]
-
-    def moments(
-        self, stage: int, held: Sequence[int], layout: Layout, live: float, stack: Stack, states: StateMemory
-    ) -> list[dict[str, float]]:
-        """Return the bytes of a stage that differ between the moments at which the peak can be.
-
-        Args:
-            stage, held: the stage, and how many layers of each kind it has.
-            layout, stack: as for `sample_memory`.
-            live: micro-batches in flight.
-            states: what the stage holds besides.
-        """
-        b, of_layers = layout.microbatch, list(zip(held, self.kinds, strict=True))
-        layers = b * live * sum(count * each for count, each in of_layers)
-        head = logits = 0.0
-        if stage == layout.last:
-            head = b * 2 * self.border  # what the last norm reads, and the head
-            logits = b * (self.logits[0] + min(stack.deferred, layout.microbatches) * self.logits[1])
-        grads, gathered = states.held["grads"], states.held["gathered"]
-        loss = {"activations": layers + head, "logits": logits, "gathered": gathered}
-        backward = {"activations": layers + b * self.working - logits, "logits": logits}
-        return [loss, backward, {"grads": grads + states.converted}]
-
-
-def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Stack) -> SampleMemory:
-    """Return the bytes of one sample.
-
-    Args:
-        model, layout, sequence, stack: as in `activations`; the layout's micro-batch is of no importance.
-    """
-    one, tokens = replace(layout, microbatch=1), sequence / layout.cp
-    kinds = tuple(kept_bytes(model, first, one, sequence, stack) for first, _ in model.kinds())
-    if layout.recompute == "none":
-        working = _gradients_within(model, tokens, layout, stack)
-    else:
-        working = max(activations(model, first, one, sequence, stack) for first, _ in model.kinds())
-    border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-    of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
-    deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
-    return SampleMemory(kinds, border, working, (stack.logits * of_vocabulary, deferred))
-
-
-def kinds_of_stages(model: Architecture, layout: Layout) -> list[tuple[int, ...]]:
-    """Return how many layers of each kind each rank of a pipeline holds.
-
-    >>> kinds_of_stages(Architecture(5, 64, 4, experts=4, top_k=2, dense=1), Layout(pp=2))
-    [(1, 2), (0, 2)]
-    """
-    found, begin = [], 0
-    for count in layout.stage_layers(model.layers):
-        end = begin + count
-        found.append(tuple(max(0, min(end, i + n) - max(begin, i)) for i, n in model.kinds()))
-        begin = end
-    return found
-
-
-class StateMemory(NamedTuple):
-    """The bytes of a stage that do not grow with the micro-batch.
-
-    Attributes:
-        held: by category.
+        held: by category what is always there.
         converted: what gradients take more for the update.
+        everything, border, scores: what all layers keep of the micro-batches in flight: what their backwards need, of
+            that only the layers' inputs, and only attention's scores.
+        working: the working set of a layer, of whose forward nothing is computed again, or something.
+        head: what the last norm reads, and the head.
+        logits: of the last stage.
     """
 
-    held: dict[str, float]
-    converted: float
+    held: Mapping[str, Numbers]
+    converted: Numbers
+    everything: Numbers
+    border: Numbers
+    scores: Numbers
+    working: tuple[Numbers, Numbers]
+    head: Numbers
+    logits: Numbers
+
+    def take(self, rows: Numbers) -> LayoutMemory:
+        """Return those of some of the layouts."""
+        held = {name: take(value, rows) for name, value in self.held.items()}
+        working = take(self.working[0], rows), take(self.working[1], rows)
+        rest = (take(each, rows) for each in (self.converted, self.everything, self.border, self.scores))
+        return LayoutMemory(held, *rest, working, take(self.head, rows), take(self.logits, rows))
+
+    def _moments(self, recompute: str) -> list[dict[str, Numbers]]:
+        """Return what is there at the loss, in a backward and at the update, beside what is always there."""
+        kept = _with_recomputation(recompute, self.everything, self.border, self.scores)
+        loss = {"activations": kept + self.head, "logits": self.logits}
+        backward = {
+            "activations": kept + self.working[recompute != "none"] - self.logits,
+            "logits": self.logits,
+        }
+        return [loss, backward, {"grads": self.converted}]
+
+    def peak(self, recompute: str, offload: str) -> Numbers:
+        """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
+        loss, backward, update = (sum(moment.values()) for moment in self._moments(recompute))
+        held = sum(value for name, value in self.held.items() if name not in ON_HOST[offload])
+        return (held + larger(larger(loss, backward), update)).max(axis=0) * (1 + FRAGMENTATION)
+
+    def stages(self, recompute: str, offload: str) -> list[dict[str, float]]:
+        """Return of one layout the bytes by category at the peak of each stage's ranks."""
+        moments, n = self._moments(recompute), len(self.everything)
+        totals = [np.broadcast_to(sum(moment.values()), n) for moment in moments]
+        moment = np.argmax(totals, axis=0)
+        held = dict(self.held) | dict.fromkeys(ON_HOST[offload], 0.0)
+        columns = {}
+        for name in CATEGORIES:
+            more = np.array([np.broadcast_to(each.get(name, 0.0), n) for each in moments])
+            columns[name] = (held.get(name, 0.0) + rows_at(more, moment)).tolist()
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def state_memory(
-    model: Architecture, layout: Layout, stack: Stack, shares: ParameterShares, stage: int, device: Device | None
-) -> StateMemory:  # fmt: skip
-    """Return the bytes on a stage that do not grow with the micro-batch.
+@dataclass(frozen=True)
+class MemoryModel:
+    """What is trained with which software, as far as memory asks.
 
-    Args:
-        model, layout, stack, shares, device: as in `stage_memory`.
-        stage: the stage.
-    """
-    n = layout.shards
-    updated, whole = shares.updated_on(stage, layout), shares.stages[stage]
-    gathered = 0.0
-    if layout.zero == 3 and n > 1:
-        whole_layers = 1 + min(layout.prefetch, layout.stage_layers(model.layers)[stage] - 1)
-        gathered = (whole_layers * stack.element + stack.reduced) * shares.layer
-    kept_by_libraries = workspaces(stack, device, grouped=bool(model.experts)) if device else 0.0
-    grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
-    held = {
-        "params": 0.0
-        if layout.offload == "params"
-        else stack.element * (shares.sharded_on(stage, layout) if layout.zero == 3 else whole),
-        "grads": grads,
-        "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
-        "gathered": gathered,
-        "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,
-        "context": _context(layout, device),
-    }
-    return StateMemory(held, stack.converted * updated)
-
-
-def _context(layout: Layout, device: Device | None) -> float:
-    """Return the bytes of the CUDA context and of NCCL's buffers; a CPU has neither."""
-    if device is not None and device.name.startswith("CPU"):
-        return 0.0
-    return CONTEXT + (NCCL if layout.ranks > 1 else 0.0)
-
-
-def stage_memory(
-    model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: ParameterShares,
-    device: Device | None = None,
-) -> list[dict[str, float]]:  # fmt: skip
-    """Return bytes by category for a rank of each stage.
-
-    Args:
-        model, layout, sequence, stack: as in `activations`.
-        shares: the parameters of the ranks.
+    Attributes:
+        model: the architecture.
+        sequence: tokens per sample, s.
+        stack: what the software does.
         device: whose libraries keep workspaces; None: those are left out.
     """
-    sample, out = sample_memory(model, layout, sequence, stack), []
-    in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-    kinds = kinds_of_stages(model, layout)
-    for stage, live in enumerate(in_flight):
-        states = state_memory(model, layout, stack, shares, stage, device)
-        moments = sample.moments(stage, kinds[stage], layout, live, stack, states)
-        peak = max((states.held | moment for moment in moments), key=lambda held: sum(held.values()))
-        out.append({category: peak.get(category, 0.0) for category in CATEGORIES})
-    return out
 
+    model: Architecture
+    sequence: int
+    stack: Stack
+    device: Device | None = None
 
-def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack: Stack) -> float:
-    """Return the bytes of gradients that are alive within a layer's backward: of the widest part of its MLP."""
-    gate, widest = 2 if model.gated else 1, 0.0
-    for first, _ in model.kinds():
-        inside, rows = model.ffn / layout.tp, 0.0
-        if visits := model.visits(first):
-            inside = (
-                visits * (model.expert_ffn or model.ffn) / layout.expert_parts + model.shared_ffn / layout.tp
-            )
-            rows = visits * layout.expert_tp / layout.expert_parts
-        widest = max(widest, (gate + 1) * inside + 2 * max(1.0, rows) * model.hidden)
-    return stack.element * tokens * widest
+    def stages(self, layout: Layout) -> list[dict[str, float]]:
+        """Return the bytes by category at the peak of a rank of each stage of one layout."""
+        return self.of(layout).stages(layout.recompute, layout.offload)
 
+    def of(self, layout: Layout, stages: Stages | None = None, shares: Shares | None = None) -> LayoutMemory:
+        """Return the memory of one layout's ranks, or of those of many.
 
-def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: ParameterShares, stage: int) -> float:
-    """Return the bytes of buffers that the framework keeps."""
-    if stack.partition and layout.zero:
-        # DeepSpeed reduces from two flat buffers; ZeRO-3 also keeps parameters of as many elements live.
-        flat = min(stack.partition, shares.parameters)
-        live = 2 * stack.partition if layout.zero == 3 else 0.0
-        return 2 * stack.reduced * flat + stack.element * min(live, shares.parameters)
-    if stack.placeholders:
-        shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
-        head = model.vocabulary * model.hidden if stage == layout.last else 0
-        return float(stack.element * (sum(shapes.values()) + head) / layout.tp)
-    if layout.replicas > 1 and stack.copies:
-        return stack.copies * shares.stages[stage]
-    if layout.replicas > 1 and layout.zero < 3 and not (stack.bucket_by_replicas or stack.views):
-        return min(stack.bucket, stack.reduced * shares.parameters)
-    return 0.0
+        Args:
+            layout: how the step is divided, whose recomputation and offload are of no importance.
+            stages, shares: what the ranks hold, if that is known already.
+        """
+        model, stack = self.model, self.stack
+        stages = stages or stages_of(model, layout)
+        shares = shares or shares_of(model, layout, stack, stages)
+        tokens = layout.microbatch * self.sequence / layout.cp
+        border = stack.element * tokens * model.hidden / layout.sequence_parts
+        kinds = [self.activations(first, layout) for first, _ in model.kinds()]
+        everything = sum(count * each for count, each in zip(stages.kinds, kinds, strict=True))
+        largest = kinds[0]
+        for each in kinds[1:]:
+            largest = larger(largest, each)
+        of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
+        deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
+        logits = stack.logits * of_vocabulary + smaller(stack.deferred, layout.microbatches) * deferred
+        layers = stages.layers * stages.live
+        return LayoutMemory(
+            self._held(layout, stages, shares),
+            stack.converted * shares.updated,
+            stages.live * everything,
+            layers * border,
+            layers * self._scores(layout),
+            (self._gradients_within(tokens, layout), largest),
+            stages.last * (2 * border),
+            stages.last * logits,
+        )
+
+    def _held(self, layout: Layout, stages: Stages, shares: Shares) -> dict[str, Numbers]:
+        """Return the bytes by category that do not grow with the micro-batch."""
+        stack, zero = self.stack, layout.zero
+        whole, updated = shares.weights, shares.updated
+        ahead = 1 + smaller(layout.prefetch, stages.layers - 1)
+        gathered = (ahead * stack.element + stack.reduced) * shares.layer
+        libraries = workspaces(stack, self.device, grouped=bool(self.model.experts)) if self.device else 0.0
+        on_gpu = self.device is None or not self.device.name.startswith("CPU")
+        return {
+            "params": stack.element * where(zero == 3, shares.sharded, whole),
+            "grads": stack.gradient * where(zero >= 2, updated, whole * layout.trainable),
+            "optimizer": stack.states * updated,
+            "gathered": where((zero == 3) & (layout.shards > 1), gathered, 0.0),
+            "buffers": self._buffers(layout, stages, shares) + libraries,
+            "context": (CONTEXT + where(layout.ranks > 1, NCCL, 0.0)) * on_gpu,
+        }
+
+    def _buffers(self, layout: Layout, stages: Stages, shares: Shares) -> Numbers:
+        """Return the bytes of buffers that the framework keeps."""
+        stack, model, several = self.stack, self.model, layout.replicas > 1
+        most = shares.fullest(shares.weights)
+        found: Numbers = 0.0
+        if stack.placeholders:
+            shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
+            head = stages.last * (model.vocabulary * model.hidden)
+            found = stack.element * (sum(shapes.values()) + head) / layout.tp
+        elif stack.copies:
+            found = where(several, stack.copies, 0.0) * shares.weights
+        elif not (stack.bucket_by_replicas or stack.views):
+            bucket = smaller(stack.bucket, stack.reduced * most)
+            found = where(several & (layout.zero < 3), bucket, 0.0)
+        if stack.partition:
+            # DeepSpeed reduces from two flat buffers; ZeRO-3 also keeps parameters of as many elements live.
+            live = smaller(where(layout.zero == 3, 2 * stack.partition, 0.0), most)
+            flat = 2 * stack.reduced * smaller(stack.partition, most) + stack.element * live
+            found = where(layout.zero > 0, flat, found)
+        return found
+
+    # ---- activations
+
+    def activations(self, layer: int, layout: Layout) -> Numbers:
+        """Return the bytes that a layer keeps of one micro-batch for its backward, without recomputation.
+
+        >>> paper = MemoryModel(Architecture(48, 6144, 64, bias=True), 2048, Stack("paper", fused=False, dropout=True))
+        >>> s, b, h = 2048, 4, 6144
+        >>> round(paper.activations(0, Layout(microbatch=b)) / (s * b * h * (34 + 5 * 64 * s / h)), 9)
+        1.0
+        """
+        model, stack, e, a = self.model, self.stack, self.stack.element, self.model.heads
+        tokens = layout.microbatch * self.sequence / layout.cp
+        dropped = 1 if stack.dropout else 0
+        # Inputs of norms and of products, and dropout masks.
+        outside = (4.0 * e + 2 * dropped) * model.hidden
+        if model.kv_rank:
+            outside += e * (
+                2 * (model.q_rank + model.kv_rank) + model.rope_dim
+            )  # before and after their norms
+            inside = e * a * (2 * model.qk_dim + model.v_dim)
+        else:
+            inside = e * (a + 2 * model.kv_heads) * model.head_dim
+        inside += stack.attention_outputs * e * a * model.v_dim
+        if model.qk_norm:  # queries and keys before and after their norms
+            inside += e * (a + model.kv_heads) * model.head_dim
+        if stack.fused:
+            inside += 4 * a  # the logarithms of the sums of its scores
+        # An MLP without a gate keeps what its activation reads and returns.
+        widths = stack.gates if model.gated else 2
+        routed: Numbers = 0.0
+        if model.visits(layer):
+            inside += e * widths * model.shared_ffn
+            outside += stack.routing * model.experts
+            # Where ranks along tp divide an expert, each gathers what the others have received (Liu et al. 2025, arXiv
+            # 2504.14960, section 3).
+            own = e * (widths + (stack.weighs_inside and not model.gated)) * (model.expert_ffn or model.ffn)
+            each = own + layout.expert_tp * stack.sent * e * model.hidden
+            routed = model.top_k * each * layout.busiest / layout.expert_parts
+        else:
+            inside += e * widths * model.ffn
+        kept = tokens * (outside / layout.sequence_parts + inside / layout.tp + routed)
+        return kept + self._scores(layout)
+
+    def kept(self, layer: int, layout: Layout) -> Numbers:
+        """Return the bytes that a layer keeps of one micro-batch, with the layout's recomputation.
+
+        >>> paper = MemoryModel(Architecture(48, 6144, 64, bias=True), 2048, Stack("paper"))
+        >>> paper.kept(0, Layout(microbatch=4, recompute="full")) == 2 * 2048 * 4 * 6144
+        True
+        """
+        tokens = layout.microbatch * self.sequence / layout.cp
+        border = self.stack.element * tokens * self.model.hidden / layout.sequence_parts
+        return _with_recomputation(
+            layout.recompute, self.activations(layer, layout), border, self._scores(layout)
+        )
+
+    def _scores(self, layout: Layout) -> Numbers:
+        """Return the bytes of a layer's s x s scores, with their dropout; none where attention is fused."""
+        if self.stack.fused:
+            return 0.0
+        e, tokens = self.stack.element, layout.microbatch * self.sequence / layout.cp
+        per_score = 2 * e + 1 if self.stack.dropout else e
+        return tokens * per_score * self.model.heads * self.sequence / layout.tp
+
+    def _gradients_within(self, tokens: Numbers, layout: Layout) -> Numbers:
+        """Return the bytes of gradients that are alive within a layer's backward: of the widest part of its MLP."""
+        model, gate = self.model, 2 if self.model.gated else 1
+        widest: Numbers = 0.0
+        for first, _ in model.kinds():
+            inside, rows = model.ffn / layout.tp, 0.0
+            if visits := model.visits(first):
+                routed = visits * (model.expert_ffn or model.ffn) / layout.expert_parts
+                inside = routed + model.shared_ffn / layout.tp
+                rows = visits * layout.expert_tp / layout.expert_parts
+            widest = larger(widest, (gate + 1) * inside + 2 * larger(1.0, rows) * model.hidden)
+        return self.stack.element * tokens * widest
