@@ -72,7 +72,7 @@ class FoldingRow:
         memory = MemoryModel(model, self.sequence, stack, self.machine.device)
         time = StepModel(model, self.sequence, self.machine, stack, constants)
         for layout in self.layouts:
-            if memory.of(layout).peak(layout.recompute, layout.offload) <= self.machine.device.memory:
+            if memory.of(layout).peak(layout.recompute) <= self.machine.device.memory:
                 took = min(took, time.step(layout).seconds)
         flops = 3 * self.layouts[0].global_batch * model.forward_flops(self.sequence, causal=False)
         return flops / took / self.layouts[0].ranks / peak_of(self.machine.device, "bfloat16")

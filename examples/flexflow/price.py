@@ -168,7 +168,7 @@ class ChainPrices:
             return self._seconds[message]
         machine = self.hardware
         nodes = min(message.n, machine.nodes, -(-message.n * stride // machine.per_node))
-        taken = collective_time(*message, nodes, machine.link, machine.between)
+        taken: float = collective_time(*message, nodes, machine.link, machine.between)
         if stride == 1:
             self._seconds[message] = taken
         return taken

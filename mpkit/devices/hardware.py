@@ -34,8 +34,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpkit.common.arrays import Numbers, larger, log2, smaller, where
 from mpkit.common.tracebacks import public
@@ -93,9 +95,10 @@ RAMP = 5e-9
 """The ramp of links whose rates were measured with large payloads; fitted to nccl-tests on NVLink and EFA."""
 
 _MESSAGES = Kind.SEND, Kind.RECV
+T = TypeVar("T", float, NDArray[np.float64])
 
 
-def wire_factor(kind: int, n: Numbers) -> Numbers:
+def wire_factor(kind: int, n: T) -> T:
     """Return what each rank sends, as a fraction of the payload, when n ranks run this operation together.
 
     The payload is the whole tensor: for an all-gather, what every rank ends with; for a reduce-scatter, what it begins
@@ -108,13 +111,14 @@ def wire_factor(kind: int, n: Numbers) -> Numbers:
         return 2 * (n - 1) / n
     if kind in _PARTS:
         return (n - 1) / n
-    return where(n > 1, 1.0, 0.0)  # a message, broadcast, reduce: all of it, once
+    all_of_it: T = where(n > 1, 1.0, 0.0)  # a message, broadcast, reduce: once
+    return all_of_it
 
 
 _PARTS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER)
 
 
-def hops(kind: int, n: Numbers) -> Numbers:
+def hops(kind: int, n: T) -> T:
     """Return how many times a rank waits for a neighbour on a ring of n ranks.
 
     >>> hops(Kind.ALL_REDUCE, 8), hops(Kind.ALL_GATHER, 8), hops(Kind.SEND, 2)
@@ -381,7 +385,9 @@ class Hardware:
         nodes = len(set(of_ranks))
         one = self.between is None  # then all ranks share the link
         busiest = None if parts is None else find_busiest(parts, [0] * len(ranks) if one else of_ranks)
-        return collective_time(kind, nbytes, len(ranks), nodes, self.link, self.between, busiest=busiest)
+        inside, between = self.link, self.between
+        took: float = collective_time(kind, nbytes, len(ranks), nodes, inside, between, busiest=busiest)
+        return took
 
 
 def _list_devices(name: str, devices: object) -> tuple[Device, ...]:

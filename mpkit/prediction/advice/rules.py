@@ -84,7 +84,7 @@ def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     n, batch = priced.hardware.devices, priced.asked.global_batch
     best, room = found[0], priced.whole
     plain = Layout(dp=n, microbatches=max(1, batch // n))
-    held = float(priced.memory.of(plain).peak("none", "none"))
+    held = float(priced.memory.of(plain).peak("none"))
     if held > room:
         return Rule(
             f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: divide states "

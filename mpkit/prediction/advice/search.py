@@ -55,6 +55,8 @@ PLAYED = 25
 """The layouts that are played, for the order of those that are shown."""
 FEW = 5
 """The layouts that are played of those that fill the memory."""
+CHUNK = 1 << 14
+"""The layouts that are priced at once: their arrays fit a cache."""
 LONGEST = 4096
 """The most actions of a schedule that are played for them; `mk.estimate` plays more."""
 HEADROOM = 0.92
@@ -186,8 +188,10 @@ class FoundLayouts(Sequence[FoundLayout]):
 
     def take(self, order: Indices) -> FoundLayouts:
         """Return some of the rows, in this order."""
-        some = (each[order] for each in (self.relief, self.seconds, self.memory))
-        return FoundLayouts(self.layouts, self.family, self.rows[order], self.reliefs, *some)
+        return replace(
+            self, rows=self.rows[order], relief=self.relief[order], seconds=self.seconds[order],
+            memory=self.memory[order],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,29 +229,25 @@ class _Candidates:
     pipelines: Pipelines
     memory: LayoutMemory
 
-    def peak(self, rows: Indices, relief: Relief) -> Floats:
-        """Return the bytes at the peak of the rank with most."""
-        offload, recompute = relief
-        return np.broadcast_to(self.memory.take(rows).peak(recompute, offload), len(rows))
-
     def with_times(
         self, parts: Sequence[tuple[Indices, Relief, Floats]], reliefs: Sequence[Relief]
     ) -> FoundLayouts:
         """Return rows with their relief and memory as layouts found, with their times."""
-        parts = [part for part in parts if len(part[0])]
-        if not parts:
-            none = np.zeros(0, np.int64)
-            return FoundLayouts(self.layouts, self.family, none, reliefs, none, np.zeros(0), np.zeros(0))
-        took = []
-        for rows, relief, _ in parts:
-            stages, pipelines = self.stages.take(rows), self.pipelines.take(rows)
-            each = self.priced.time.seconds(self.layouts.take(rows), stages, pipelines, relief)
-            took.append(np.broadcast_to(each, len(rows)))
-        number = [np.full(len(rows), reliefs.index(relief)) for rows, relief, _ in parts]
-        rows, memory = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
-        return FoundLayouts(
-            self.layouts, self.family, rows, reliefs, np.concatenate(number), np.concatenate(took), memory
-        )
+        rows = np.concatenate([part[0] for part in parts] or [np.zeros(0, np.int64)])
+        relief = np.repeat(
+            [reliefs.index(part[1]) for part in parts], [len(part[0]) for part in parts]
+        ).astype(int)
+        memory = np.concatenate([part[2] for part in parts] or [np.zeros(0)])
+        offload, recompute = np.array(reliefs)[relief].T
+        took = np.zeros(len(rows))
+        for start in range(0, len(rows), CHUNK):
+            some = slice(start, start + CHUNK)
+            which = rows[some]
+            layouts = self.layouts.take(which, offload=offload[some], recompute=recompute[some])
+            took[some] = self.priced.time.seconds(
+                layouts, self.stages.take(which), self.pipelines.take(which)
+            )
+        return FoundLayouts(self.layouts, self.family, rows, reliefs, relief, took, memory)
 
 
 def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayouts, int]:
@@ -278,7 +278,9 @@ def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayou
         group = [each for each in group if not is_joint or each[1] in offers.joint_recompute]
         considered += len(rows) * len(group)
         if len(rows) and group:
-            rows = rows[candidates.peak(rows, group[-1]) <= priced.whole]
+            offload, recompute = group[-1]
+            least = candidates.memory.with_offload(offload).take(rows).peak(recompute)
+            rows = rows[least <= priced.whole]
             _fit(candidates, rows, group, kept)
     found, tight = (candidates.with_times(some, reliefs) for some in kept)
     return found, tight, considered
@@ -308,16 +310,17 @@ def _fit(candidates: _Candidates, rows: Indices, reliefs: Sequence[Relief], kept
     Where no recomputation is needed, more offload is for nothing.
     """
     room, whole = candidates.priced.room, candidates.priced.whole
-    for _, group in groupby(reliefs, key=lambda relief: relief[0]):
+    for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
         left, filled, enough = rows, np.zeros(len(rows), bool), rows[:0]
+        needs = candidates.memory.with_offload(offload).take(rows)
         for relief in group:
-            memory = candidates.peak(left, relief)
+            memory = needs.peak(relief[1])
             roomy, tight = memory <= room, (memory > room) & (memory <= whole) & ~filled
             kept[0].append((left[roomy], relief, memory[roomy]))
             kept[1].append((left[tight], relief, memory[tight]))
             if relief[1] == reliefs[0][1]:
                 enough = left[roomy]
-            left, filled = left[~roomy], (filled | tight)[~roomy]
+            left, filled, needs = left[~roomy], (filled | tight)[~roomy], needs.take(~roomy)
         rows = np.setdiff1d(rows, enough, assume_unique=True)
 
 

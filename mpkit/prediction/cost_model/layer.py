@@ -22,6 +22,7 @@ from importlib.resources import files
 from math import log
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpkit.common.arrays import Numbers, call_distinct, larger, smaller, where
 from mpkit.devices.hardware import Device, Hardware, collective_time
@@ -88,8 +89,13 @@ class LayerTime:
     backward: Mapping[str, Numbers]
     last: Numbers
 
-    def again(self, recompute: str) -> Numbers:
+    def again(self, recompute: str | NDArray[np.str_]) -> Numbers:
         """Return the seconds of the forward that the backward computes again."""
+        if isinstance(recompute, np.ndarray):
+            seconds: Numbers = 0.0
+            for how in set(recompute.tolist()):
+                seconds = where(recompute == how, self.again(how), seconds)
+            return seconds
         if recompute == "none":
             return 0.0
         if recompute == "selective":

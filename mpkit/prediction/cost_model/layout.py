@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from math import gcd
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpkit.common.arrays import Numbers, call_distinct, larger, rows_at, take, where
 from mpkit.plan.kinds import CONTIGUOUS, ZIGZAG, whole
@@ -91,10 +93,10 @@ class Layout:
         >>> both.dp.tolist(), both.zero, both.ranks.tolist(), both.take(1).dp
         ([2, 4], 3, [2, 4], np.int64(4))
         """
-        columns = {field.name: [getattr(each, field.name) for each in layouts] for field in fields(cls)}
-        values = {
-            name: column[0] if all(value == column[0] for value in column) else np.array(column)
-            for name, column in columns.items()
+        columns = zip(*map(attrgetter(*_NAMES), layouts), strict=True)
+        values: dict[str, Any] = {
+            name: column[0] if column.count(column[0]) == len(column) else np.array(column)
+            for name, column in zip(_NAMES, columns, strict=True)
         }
         return cls(**values)
 
@@ -117,15 +119,21 @@ class Layout:
         other.__dict__.update({name: self.__dict__[name] for name in _NAMES}, **changes)
         return other
 
+    @cached_property
+    def shapes(self) -> tuple[Sequence[tuple[str, int, int, int]], NDArray[np.int64]]:
+        """The pipelines of many layouts: schedule, pp, stages per rank and micro-batches; and which one each has."""
+        columns = self.schedule, self.pp, self.virtual_stages, self.microbatches
+        return call_distinct(lambda *shape: shape, *columns)
+
     # ---- what follows from the degrees
 
     @cached_property
-    def ranks(self) -> Numbers:
+    def ranks(self) -> int:
         """The number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     @cached_property
-    def replicas(self) -> Numbers:
+    def replicas(self) -> int:
         """The number of ranks that would hold the same weights without ZeRO: those along dp and cp."""
         return self.dp * self.cp
 
@@ -135,9 +143,10 @@ class Layout:
         return where(self.cp_method == "ulysses", self.cp, 1)
 
     @cached_property
-    def ring(self) -> Numbers:
+    def ring(self) -> int:
         """The ranks, out of cp, that pass keys and values around."""
-        return self.cp // self.ulysses
+        inner: int = self.cp // self.ulysses
+        return inner
 
     @cached_property
     def expert_tp(self) -> Numbers:
@@ -174,12 +183,13 @@ class Layout:
         return where(self.sharded == 0, self.replicas, self.sharded)
 
     @property
-    def groups(self) -> Numbers:
+    def groups(self) -> int:
         """The number of ranks that hold the same shard: 1 unless sharding is hybrid."""
-        return self.replicas // self.shards
+        ranks: int = self.replicas // self.shards
+        return ranks
 
     @property
-    def global_batch(self) -> Numbers:
+    def global_batch(self) -> int:
         """Samples per step."""
         return self.dp * self.microbatch * self.microbatches
 
@@ -205,9 +215,10 @@ class Layout:
                 "edp": those among which ZeRO shards an expert.
             devices: devices per node.
         """
-        tp, size = self.tp, getattr(self, "expert_shards" if axis == "edp" else axis)
+        tp: Numbers = self.tp
+        size: Numbers = getattr(self, "expert_shards" if axis == "edp" else axis)
         if axis == "tp":
-            inner = 1
+            inner: Numbers = 1
         elif axis in ("ep", "edp"):
             inner = where(self.alike, tp, self.expert_tp) * (self.ep if axis == "edp" else 1)
         else:
@@ -340,8 +351,8 @@ def stages_of(model: Architecture, layout: Layout) -> Stages:
             most[tuple(kind)] = max(live, most.get(tuple(kind), 0.0))
         return [(*kind, live) for kind, live in most.items()]
 
-    columns = layout.schedule, layout.pp, layout.virtual_stages, layout.microbatches
-    found, which = call_distinct(classes, *columns)
+    shapes, which = layout.shapes
+    found = [classes(*shape) for shape in shapes]
     most = max(map(len, found))
     table = np.array([[*each, *[each[0]] * (most - len(each))] for each in found], float)[which].transpose(
         2, 1, 0

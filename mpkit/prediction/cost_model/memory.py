@@ -21,7 +21,7 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,8 +86,14 @@ class LayoutMemory:
         """Return those of some of the layouts."""
         held = {name: take(value, rows) for name, value in self.held.items()}
         working = take(self.working[0], rows), take(self.working[1], rows)
-        rest = (take(each, rows) for each in (self.converted, self.everything, self.border, self.scores))
-        return LayoutMemory(held, *rest, working, take(self.head, rows), take(self.logits, rows))
+        names = "converted", "everything", "border", "scores", "head", "logits"
+        rest = {name: take(getattr(self, name), rows) for name in names}
+        return LayoutMemory(held, working=working, **rest)
+
+    def with_offload(self, offload: str) -> LayoutMemory:
+        """Return what decides the peak where this is on the host, in as few arrays as that takes."""
+        held = sum(value for name, value in self.held.items() if name not in ON_HOST[offload])
+        return replace(self, held={"held": held}, head=self.head + self.logits, logits=0.0)
 
     def _moments(self, recompute: str) -> list[dict[str, Numbers]]:
         """Return what is there at the loss, in a backward and at the update, beside what is always there."""
@@ -99,10 +105,10 @@ class LayoutMemory:
         }
         return [loss, backward, {"grads": self.converted}]
 
-    def peak(self, recompute: str, offload: str) -> Numbers:
-        """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
+    def peak(self, recompute: str) -> Numbers:
+        """Return the bytes at the peak of the rank with most, with what fragmentation takes; nothing is on the host."""
         loss, backward, update = (sum(moment.values()) for moment in self._moments(recompute))
-        held = sum(value for name, value in self.held.items() if name not in ON_HOST[offload])
+        held = sum(self.held.values())
         return (held + larger(larger(loss, backward), update)).max(axis=0) * (1 + FRAGMENTATION)
 
     def stages(self, recompute: str, offload: str) -> list[dict[str, float]]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpkit.common.arrays import Numbers, call_distinct, larger, log2, rows_at, take, where
+from mpkit.common.arrays import Numbers, larger, log2, rows_at, smaller, take, where
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, OVERLAPPED_1F1B
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import BESIDE
@@ -187,7 +187,7 @@ class StepModel(LayerModel):
         model, stack = self.model, self.stack
         stages = stages_of(model, layout)
         shares = shares_of(model, layout, stack, stages)
-        ranks = self._ranks(layout, stages, shares, layout.recompute)
+        ranks = self._ranks(layout, stages, shares)
         hop = float(self._hop(layout))
         stage_to_rank = layout.stage_to_rank
         held = Counter(stage_to_rank)
@@ -203,7 +203,7 @@ class StepModel(LayerModel):
             beside = tuple(one - self._hidden_in_pair(one, two, n * exchanged) for one, two, n in both)
         blocking = stack.blocks(layout.virtual_stages)
         pipeline = _play_pipeline(layout, _with_sends(forward, backward, beside, hop, blocking), longest)
-        after = self._after(pipeline, ranks, layout, shares, layout.offload)
+        after = self._after(pipeline, ranks, layout, shares)
         steady = self._causes(ranks, stages, layout.microbatches)
         if beside != forward:
             pairs = pairs_by_stage(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
@@ -212,20 +212,18 @@ class StepModel(LayerModel):
         return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, beside, longest)
 
     def seconds(
-        self, layout: Layout, stages: Stages | None = None, pipelines: Pipelines | None = None,
-        relief: tuple[str, str] = ("none", "none"),
-    ) -> Numbers:  # fmt: skip
+        self, layout: Layout, stages: Stages | None = None, pipelines: Pipelines | None = None
+    ) -> Numbers:
         """Return about the seconds per step of many layouts.
 
         Args:
             layout: the layouts.
             stages, pipelines: what their ranks hold, and what is asked of their schedules, if that is known already.
-            relief: the offload and the recomputation of all of them.
         """
         stages = stages or stages_of(self.model, layout)
         pipelines = pipelines or self.pipelines(layout)
         shares = shares_of(self.model, layout, self.stack, stages)
-        ranks = self._ranks(layout, stages, shares, relief[1])
+        ranks = self._ranks(layout, stages, shares)
         f, b = (rows_at(each, ranks.slowest) for each in (ranks.forward, ranks.backward))
         whole = self.model.layers * (ranks.layer[0] + ranks.layer[1]) + sum(ranks.ends)
         pipeline = (
@@ -236,7 +234,7 @@ class StepModel(LayerModel):
         if self.stack.overlaps_pairs:
             exchanged = rows_at(stages.layers, ranks.slowest) * ranks.kind.forward["experts"]
             pipeline = pipeline - pipelines.pairs * self._hidden_in_pair(f, b, exchanged)
-        return pipeline + sum(self._after(pipeline, ranks, layout, shares, relief[0]).values())
+        return pipeline + sum(self._after(pipeline, ranks, layout, shares).values())
 
     def pipelines(self, layout: Layout) -> Pipelines:
         """Return what the formula asks of the schedules of many layouts."""
@@ -251,16 +249,14 @@ class StepModel(LayerModel):
             exposed = 2.0 * m * v if self.stack.blocks(v) else 2.0 * m * (v - 1) / v
             return share / (1 - share) * m / (pp - 1), 2 * (pp - 1) + exposed, sum(pairs) / len(pairs)
 
-        found, which = call_distinct(
-            facts, layout.schedule, layout.pp, layout.virtual_stages, layout.microbatches
-        )
-        return Pipelines(*np.array(found)[which].T)
+        shapes, which = layout.shapes
+        return Pipelines(*np.array([facts(*shape) for shape in shapes])[which].T)
 
     # ---- ranks
 
-    def _ranks(self, layout: Layout, stages: Stages, shares: Shares, recompute: str) -> RankTimes:
+    def _ranks(self, layout: Layout, stages: Stages, shares: Shares) -> RankTimes:
         kind = self.layer(layout)
-        again = kind.again(recompute)
+        again = kind.again(layout.recompute)
         forward, backward = sum(kind.forward.values()), sum(kind.backward.values()) + again
         waits = self._gathers(layout, shares, forward, backward)
         forward, backward = forward + waits[0], backward + waits[1]
@@ -344,7 +340,7 @@ class StepModel(LayerModel):
     def _over_groups(
         self, parameters: tuple[Numbers, Numbers], element: float, layout: Layout, calls: Numbers = 1
     ) -> Numbers:
-        """Return the seconds in which the groups of hybrid sharding sum their shards of these gradients, as FSDP does."""
+        """Return the seconds in which the groups of hybrid sharding sum their shards of these gradients (FSDP)."""
         among = where(layout.ep > 1, layout.expert_shards, layout.shards)
         shard = parameters[0] / layout.shards + parameters[1] / among
         return self.collective(Kind.ALL_REDUCE, element * shard, layout, "groups", calls=calls)
@@ -373,7 +369,8 @@ class StepModel(LayerModel):
                 overlapped_time(backward, beside) - backward + where(ahead, 0.0, gather),
                 gather + edge,
             )
-        return tuple(where(layout.zero == 3, each, 0.0) for each in waits)  # type: ignore[return-value]
+        waited, waited_backward, alone = (where(layout.zero == 3, each, 0.0) for each in waits)
+        return waited, waited_backward, alone
 
     def _reductions(self, layout: Layout, shares: Shares) -> tuple[Numbers, Numbers, Numbers]:
         """Return the seconds of collectives that keep replicas equal, whatever runs beside them.
@@ -401,7 +398,7 @@ class StepModel(LayerModel):
         )
 
     def _after(
-        self, pipeline: Numbers, ranks: RankTimes, layout: Layout, shares: Shares, offload: str
+        self, pipeline: Numbers, ranks: RankTimes, layout: Layout, shares: Shares
     ) -> dict[str, Numbers]:
         """Return the seconds of what follows the pipeline, in order.
 
@@ -420,14 +417,10 @@ class StepModel(LayerModel):
             hidden = overlapped_time(backward, reduce) - backward + late
             exposed = where((layout.pp == 1) | stack.staged_overlap, hidden, exposed)
         updated = shares.fullest(shares.updated)
-        if offload == "none":
-            optimizer = self.move(ADAM * updated)
-        else:  # of states on the host, the way there and back and its Adam; ranks share the node's processors
-            there = 2 * stack.element * updated / machine.device.host
-            optimizer = (
-                there
-                + where(layout.ranks < machine.per_node, layout.ranks, machine.per_node) * updated / HOST_ADAM
-            )
+        # Of states on the host, the way there and back and its Adam; ranks share the node's processors.
+        adam = smaller(layout.ranks, machine.per_node) * updated / HOST_ADAM
+        on_host = 2 * stack.element * updated / machine.device.host + adam
+        optimizer = where(layout.offload == "none", self.move(ADAM * updated), on_host)
         doublings = log2(larger(1.0, layout.ranks / machine.per_node))
         late = (pipeline + exposed + summed + optimizer) * self.constants.straggle * doublings
         after = {"replicas": exposed + summed, "optimizer": optimizer, "stragglers": late}
@@ -451,5 +444,4 @@ def _micro_batches_beside(layout: Layout) -> Numbers:
     if isinstance(schedule, Schedule):
         return 1
     looped = ((schedule == INTERLEAVED_1F1B) | (schedule == OVERLAPPED_1F1B)) & (v > 1)
-    fewest = where(layout.pp < layout.microbatches, layout.pp, layout.microbatches)
-    return where(looped, 1 / v + (v - 1) / v * fewest, 1)
+    return where(looped, 1 / v + (v - 1) / v * smaller(layout.pp, layout.microbatches), 1)
