@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -109,15 +109,19 @@ def _with_sends(
 
 def _play_pipeline(layout: Layout, times: PlayedTimes, longest: int) -> float:
     """Return the seconds of a schedule in which the two halves of a backward take equally long."""
+    return _play(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times, longest)
+
+
+@lru_cache(4096)  # plans that differ in what follows the pipeline share it
+def _play(schedule: str | Schedule, p: int, m: int, v: int, times: PlayedTimes, longest: int) -> float:
     forward, backward, beside, hop = times
-    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
     if p == 1:
-        pairs = pairs_by_stage(layout.schedule, p, m, v)
+        pairs = pairs_by_stage(schedule, p, m, v)
         hidden = sum(n * (f - less) for n, f, less in zip(pairs, forward, beside, strict=True))
         return m * (sum(forward) + sum(backward)) - hidden
     halves = [time / 2 for time in backward]
     slots = {"F": forward, "B": backward, "I": halves, "W": halves, BESIDE: beside}
-    return makespan(layout.schedule, p, m, v, slots, hop, longest)
+    return makespan(schedule, p, m, v, slots, hop, longest)
 
 
 class Pipelines(NamedTuple):
