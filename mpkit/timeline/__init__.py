@@ -1,4 +1,4 @@
-"""A Timeline is a Trace put on a clock: figures, idle causes, diagnosis; simulation; traces of other tools.
+"""A Timeline is a Trace put on a clock: figures, idle causes, diagnosis; simulation; traces of torch.profiler.
 
 In     a `Trace`, or a schedule alone; for a replay, a `Hardware`.
 Out    a `Timeline`: spans on a clock, with its bubble, its step time, memory and traffic, and why ranks wait.

@@ -82,7 +82,7 @@ def chrome(events: list[dict[str, Any]], **header: Any) -> bytes:
 
 
 def kineto() -> list[bytes]:
-    """A step of a rank with a GPU, a step of one without, spans of another tool; and the first, zipped."""
+    """A step of a rank with a GPU, a step of one without; and the first, zipped."""
     group = {
         "Collective name": "allreduce", "In msg nelems": 8, "Out msg nelems": 8, "dtype": "Float", "Group size": 2,
         "Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Seq": 1,
@@ -125,11 +125,7 @@ def kineto() -> list[bytes]:
             {"pg_name": "0", "pg_desc": "mesh_dp", "pg_size": 2, "ranks": [0, 1]}]},
         "deviceProperties": [{"id": 0, "name": "NVIDIA H100"}], "baseTimeNanoseconds": 7,
     }  # fmt: skip
-    plain = [
-        {"ph": "B", "name": "a", "pid": 1, "tid": 1, "ts": 1}, {"ph": "E", "pid": 1, "tid": 1, "ts": 5},
-        {"ph": "X", "name": "b", "pid": 2, "tid": 1, "ts": 2, "dur": 2},
-    ]  # fmt: skip
-    texts = [chrome(host + device, **about), chrome(host), json.dumps(plain).encode()]
+    texts = [chrome(host + device, **about), chrome(host)]
     return [*texts, gzip.compress(texts[0])]
 
 

@@ -138,8 +138,6 @@ def ddp_program(rank: int = 0, world: int = 2, steps: int = 2, late: float = 0.0
         program.collective("allreduce", at + 180 + late, at + 700 + late, at + 1100, 1000)
         program.annotation("Optimizer.step#AdamW.step", at + 1150, 200)
         program.kernel("adam", at + 1160, at + 1200, 300, op="aten::_foreach_add_")
-        program.events.append({"ph": "B", "pid": HOST, "tid": 300, "ts": at + 5, "name": "own", "cat": "own"})
-        program.events.append({"ph": "E", "pid": HOST, "tid": 300, "ts": at + 50})
     return program
 
 

@@ -78,24 +78,12 @@ def test_a_file_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path, zipped: b
     assert any("was fixed: end that was cut off (1)" in note for note in trace.notes)
 
 
-def test_other_tools_become_plain_spans(tmp_path: Path) -> None:
-    spans = [
-        {"ph": "X", "name": "outer", "pid": 7, "tid": 1, "ts": 0, "dur": 10},
-        {"ph": "B", "name": "inner", "pid": 7, "tid": 1, "ts": 2},
-        {"ph": "E", "pid": 7, "tid": 1, "ts": 6},
-        {"ph": "X", "name": "other", "pid": 8, "tid": 1, "ts": 3, "dur": 4},
-    ]
-    trace = mk.open(written(tmp_path / "spans.json", json.dumps(spans)))
-    timeline = trace.timeline()
-    assert trace.world_size == 2
-    assert timeline.step_time == pytest.approx(10e-6)
-    frame = timeline.to_dataframe()
-    assert frame[["rank", "name", "depth"]].values.tolist() == [
-        [0, "outer", 0],
-        [0, "inner", 1],
-        [1, "other", 0],
-    ]
-    assert "process 7" in timeline.to_svg()
+def test_traces_of_other_tools_are_refused_with_who_shows_them(tmp_path: Path) -> None:
+    spans = [{"ph": "X", "cat": "own", "name": "outer", "pid": 7, "tid": 1, "ts": 0, "dur": 10}]
+    with pytest.raises(
+        TraceError, match=r"spans\.json: there are no events .* but own\. .*perfetto\.dev shows"
+    ):
+        mk.open(written(tmp_path / "spans.json", json.dumps(spans)))
 
 
 def test_what_is_no_trace_is_refused_with_what_would_work(tmp_path: Path) -> None:

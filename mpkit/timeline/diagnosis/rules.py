@@ -46,11 +46,8 @@ def diagnose(timeline: Timeline, step: int | None, hardware: Hardware | str | No
     given = catalogue(hardware) if hardware is not None else None
     evidence = Evidence(timeline, timeline.critical_path(number), given)
     found: list[Finding] = []
-    if timeline.meta.get("imported", {}).get("processes"):
-        why += "; its spans are of another tool, and what they do is not known"
-    else:
-        for rule, idle in RULES.values():
-            found += [replace(each, idle=idle) for each in rule(evidence, tuple(found))]
+    for rule, idle in RULES.values():
+        found += [replace(each, idle=idle) for each in rule(evidence, tuple(found))]
     found.sort(key=lambda each: (not each.urgent, -each.gain))
     return Diagnosis(evidence.path, tuple(found), why)
 

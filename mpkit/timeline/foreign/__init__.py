@@ -1,1 +1,1 @@
-"""Traces of other tools: torch.profiler's (Kineto) of one or many ranks become a Trace like any other."""
+"""Traces of torch.profiler (Kineto) of one or many ranks become a Trace like any other."""

@@ -12,23 +12,23 @@ Source: the same idea as in HolisticTraceAnalysis's and Scalasca's synchronizati
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from mpkit.timeline.foreign.communication import Comm
+from mpkit.timeline.foreign.kineto import Events
 from mpkit.trace import Kind
 
 __all__ = ["ClockAlignment", "align"]
 
-Ends = dict[tuple[tuple[int, ...], int, int], int]
-"""When each collective ended on a rank, by members, kind and number."""
+Ends = dict[tuple[tuple[tuple[int, ...], int], int], int]
+"""When each collective ended on a rank, by its members and kind, and its number."""
 
 
-@dataclass(frozen=True)
-class ClockAlignment:
+class ClockAlignment(NamedTuple):
     """How one rank's clock was put on the first one's.
 
     Attributes:
@@ -42,36 +42,24 @@ class ClockAlignment:
     shared: int = 0
 
 
-def align(
-    comms: Sequence[Sequence[Comm]], origins: Sequence[int], hosts: Sequence[str]
-) -> list[ClockAlignment]:
-    """Return each rank's clock.
-
-    Args:
-        comms: each rank's communications.
-        origins: ns of each rank's clock at which its times begin.
-        hosts: each rank's host; "" if unknown, and then its clock is taken for one of its own.
-    """
-    ends = [_ends(mine, origin) for mine, origin in zip(comms, origins, strict=True)]
+def align(parts: Sequence[Events], comms: Sequence[Sequence[Comm]]) -> list[ClockAlignment]:
+    """Return each rank's clock; one whose host is not known is taken for one of its own."""
+    ends = [_ends(mine, events.origin) for mine, events in zip(comms, parts, strict=True)]
     clocks: dict[int, ClockAlignment] = {}
+    reached: list[int] = []
     while len(clocks) < len(ends):
-        first = next(rank for rank in range(len(ends)) if rank not in clocks)
-        clocks[first] = ClockAlignment()
-        reached = [first]
-        while reached:
-            one = reached.pop(0)
-            for other in range(len(ends)):
-                if other in clocks:
-                    continue
-                if hosts[one] and hosts[one] == hosts[other]:
-                    clocks[other] = clocks[one]
-                elif (found := _offset(ends[one], ends[other])).shared:
-                    clocks[other] = ClockAlignment(
-                        found.offset + clocks[one].offset, found.residual, found.shared
-                    )
-                else:
-                    continue
-                reached.append(other)
+        if not reached:
+            reached.append(next(rank for rank in range(len(ends)) if rank not in clocks))
+            clocks[reached[0]] = ClockAlignment()
+        one = reached.pop(0)
+        for other in set(range(len(ends))) - set(clocks):
+            if parts[one].host and parts[one].host == parts[other].host:
+                clocks[other] = clocks[one]
+            elif (found := _offset(ends[one], ends[other])).shared:
+                clocks[other] = found._replace(offset=found.offset + clocks[one].offset)
+            else:
+                continue
+            reached.append(other)
     return [clocks[rank] for rank in range(len(ends))]
 
 
@@ -79,31 +67,23 @@ def _ends(comms: Sequence[Comm], origin: int) -> Ends:
     counted: Counter[tuple[tuple[int, ...], int]] = Counter()
     ends: Ends = {}
     for comm in comms:
-        if comm.kind in (Kind.SEND, Kind.RECV) or len(comm.call.members) < 2:
-            continue
-        key = comm.call.members, int(comm.kind)
-        number = comm.call.sequence if comm.call.sequence >= 0 else counted[key]
-        ends[(*key, number)] = comm.end + origin
-        counted[key] += 1
+        if comm.kind not in (Kind.SEND, Kind.RECV) and len(comm.call.members) > 1:
+            key = comm.call.members, int(comm.kind)
+            number = comm.call.sequence if comm.call.sequence >= 0 else counted[key]
+            ends[key, number] = comm.end + origin
+            counted[key] += 1
     return ends
 
 
 def _offset(one: Ends, other: Ends) -> ClockAlignment:
     """Return the clock of `other` as seen by `one`; none if they do not share the same collectives."""
-    per_group: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
-    for members, kind, number in one.keys() & other.keys():
-        per_group[members, kind].append(one[members, kind, number] - other[members, kind, number])
     # A file that begins later counts from another collective on: then the differences are all over the place.
-    whole = [
-        each for key, many in per_group.items() if _count(one, key) == _count(other, key) for each in many
-    ]
+    counts = [Counter(key for key, _ in ends) for ends in (one, other)]
+    shared = one.keys() & other.keys()
+    whole = [one[each] - other[each] for each in shared if counts[0][each[0]] == counts[1][each[0]]]
     if not whole:
         return ClockAlignment()
     offset = int(np.median(whole))
     residual = int(np.median(np.abs(np.array(whole) - offset)))
     between = np.median(np.diff(sorted(one.values()))) if len(one) > 1 else np.inf
     return ClockAlignment(offset, residual, len(whole)) if residual < between / 4 else ClockAlignment()
-
-
-def _count(ends: Ends, key: tuple[tuple[int, ...], int]) -> int:
-    return sum(1 for members, kind, _ in ends if (members, kind) == key)

@@ -15,13 +15,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpkit.timeline.foreign.kineto import TABLE, Events
-from mpkit.timeline.foreign.lanes import communication_kernels
-from mpkit.timeline.foreign.rank_identity import RankIdentity
 from mpkit.trace import Kind
 
 __all__ = ["CollectiveCall", "Comm", "call_of", "communications", "kind_of"]
@@ -84,9 +83,9 @@ class Comm:
         return self.call.kind
 
 
-def communications(events: Events, about: RankIdentity) -> list[Comm]:
+def communications(events: Events) -> list[Comm]:
     """Return a rank's communications by start."""
-    found = list(_of_kernels(events, about)) if events.on_device else list(_of_operators(events, about))
+    found = _of_kernels(events) if events.on_device else _of_operators(events)
     return sorted(found, key=lambda comm: (comm.start, comm.end))
 
 
@@ -192,17 +191,14 @@ def _size(dtype: str) -> int:
 # ---- kernels
 
 
-def _of_kernels(events: Events, about: RankIdentity) -> Iterator[Comm]:
-    kernel, calls = events["kernel"], events["call"]
-    launch = events.launches("kernel")
+def _of_kernels(events: Events) -> Iterator[Comm]:
+    kernel, calls, about = events["kernel"], events["call"], events.about
+    launch, asked_at = events.launches("kernel"), events.asked("kernel")
     said = _NamedEvents(events, "op", "record_param_comms")
     annotated = _NamedEvents(events, "annotation", *BACKENDS)
-    for row in np.flatnonzero(communication_kernels(events)).tolist():
-        name = events.names[kernel.name[row]]
-        start, call_row = int(kernel.start[row]), int(launch[row])
-        asked, thread = (
-            (int(calls.start[call_row]), int(calls.thread[call_row])) if call_row >= 0 else (start, -1)
-        )
+    for row in np.flatnonzero(events.communicates).tolist():
+        name, asked = events.names[kernel.name[row]], int(asked_at[row])
+        thread = int(calls.thread[launch[row]]) if launch[row] >= 0 else -1
         label = annotated.row(thread, asked)
         metadata = kernel.args.get(row) or events["op"].args.get(said.row(thread, asked)) or {}
         call = call_of(metadata, about.groups, about.axes)
@@ -210,27 +206,21 @@ def _of_kernels(events: Events, about: RankIdentity) -> Iterator[Comm]:
         words = events.names[events["annotation"].name[label]] if label >= 0 else ""
         if call.kind is None and collective:
             continue  # a wait, or something else that moves nothing
-        if call.kind is None or kind_of(words) in MESSAGES:
-            call = _without_metadata(events, call, words or name, label, about)
+        if call.kind is None or kind_of(words) in MESSAGES:  # the annotation or the kernel's own name tells
+            nbytes, elements, dtype = _payload(events["annotation"].args.get(label, {}))
+            kind = kind_of(words or name)
+            call = call._replace(
+                kind=kind, nbytes=call.nbytes or nbytes, elements=call.elements or elements,
+                dtype=call.dtype or dtype, peer=_peer(words or name, kind, call.peer),
+                members=call.members or about.world,
+            )  # fmt: skip
         if call.kind is None:
             events.assumed["communication of unknown kind, left out"] += 1
             continue
         if not metadata and len(about.world) > 2:
             events.assumed["communication that names no group, taken for one among all ranks"] += 1
         if len(call.members) != 1 or metadata:
-            yield Comm(call, start, int(kernel.end[row]), asked, words or collective or name)
-
-
-def _without_metadata(
-    events: Events, call: CollectiveCall, words: str, label: int, about: RankIdentity
-) -> CollectiveCall:
-    """Return the communication that an annotation or the kernel's own name tells."""
-    nbytes, elements, dtype = _payload(events["annotation"].args.get(label, {}))
-    kind = kind_of(words)
-    return call._replace(
-        kind=kind, nbytes=call.nbytes or nbytes, elements=call.elements or elements, dtype=call.dtype or dtype,
-        peer=_peer(words, kind, call.peer), members=call.members or about.world,
-    )  # fmt: skip
+            yield Comm(call, int(kernel.start[row]), int(kernel.end[row]), asked, words or collective or name)
 
 
 class _NamedEvents:
@@ -256,7 +246,7 @@ class _NamedEvents:
 # ---- operators and annotations
 
 
-def _of_operators(events: Events, about: RankIdentity) -> Iterator[Comm]:
+def _of_operators(events: Events) -> Iterator[Comm]:
     """Yield what c10d's operators issue: the n-th of a kind is the n-th that the backend's annotations carry out."""
     ops, said = events["op"], events["annotation"]
     runs: dict[str, list[int]] = defaultdict(list)
@@ -275,13 +265,13 @@ def _of_operators(events: Events, about: RankIdentity) -> Iterator[Comm]:
             reached[thread] = int(ops.end[row])
             issued[_queue(kind)].append(row)
     for queue in {*runs, *issued}:
-        pairs = len(runs[queue]) == len(issued[queue])
-        if pairs or len(issued[queue]) > len(runs[queue]):
-            for number, row in enumerate(issued[queue]):
-                yield _of_operator(events, about, row, runs[queue][number] if pairs else -1)
-        else:  # the file begins after some were issued, or was sampled
-            for row in runs[queue]:
-                yield _of_annotation(events, about, row)
+        done, asked = runs[queue], issued[queue]
+        if len(done) > len(asked):  # the file begins after some were issued, or was sampled
+            asked = []
+        elif len(done) < len(asked):
+            done = []
+        for row, run in zip_longest(asked, done, fillvalue=-1):
+            yield _of_operator(events, row, run)
 
 
 def _queue(kind: Kind | None) -> str:
@@ -289,25 +279,26 @@ def _queue(kind: Kind | None) -> str:
     return kind.word if kind in MESSAGES else "collectives"
 
 
-def _of_operator(events: Events, about: RankIdentity, row: int, run: int) -> Comm:
+def _of_operator(events: Events, row: int, run: int) -> Comm:
+    """Return what an operator issues (-1: unknown) and an annotation carries out (-1: unknown)."""
     ops, said = events["op"], events["annotation"]
-    name = events.names[ops.name[row]].removeprefix("c10d::")
-    args = ops.args.get(row, {})
-    nbytes, elements, dtype = _payload(args, _payload(said.args.get(run, {}))[2])
-    kind, peer = kind_of(name), -1
-    if kind in MESSAGES:
-        peer = next((int(text) for text in args.get("inputs", ()) if _WHOLE.fullmatch(text)), -1)
-    start, end = int(ops.start[row]), int(ops.end[row])
-    if run >= 0:
-        start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))
-    call = CollectiveCall(kind, nbytes, about.world, peer, dtype, elements)
-    return Comm(call, start, max(start, end), int(ops.start[row]), name)
-
-
-def _of_annotation(events: Events, about: RankIdentity, row: int) -> Comm:
-    said = events["annotation"]
-    name = events.names[said.name[row]]
-    nbytes, elements, dtype = _payload(said.args.get(row, {}))
-    kind, start = kind_of(name), int(said.start[row])
-    call = CollectiveCall(kind, nbytes, about.world, _peer(name, kind), dtype, elements)
-    return Comm(call, start, int(said.end[row]), start, name)
+    carried = _payload(said.args.get(run, {}))
+    if row < 0:
+        name, start, end = events.names[said.name[run]], int(said.start[run]), int(said.end[run])
+        kind, asked, payload = kind_of(name), start, carried
+        peer = _peer(name, kind)
+    else:
+        name, start, end = (
+            events.names[ops.name[row]].removeprefix("c10d::"),
+            int(ops.start[row]),
+            int(ops.end[row]),
+        )
+        args, kind, asked, peer = ops.args.get(row, {}), kind_of(name), start, -1
+        payload = _payload(args, carried[2])
+        if kind in MESSAGES:
+            peer = next((int(text) for text in args.get("inputs", ()) if _WHOLE.fullmatch(text)), -1)
+        if run >= 0:
+            start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))
+    nbytes, elements, dtype = payload
+    call = CollectiveCall(kind, nbytes, events.about.world, peer, dtype, elements)
+    return Comm(call, start, max(start, end), asked, name)

@@ -1,21 +1,24 @@
-"""The events of one rank's file as columns, by what they are.
+"""One rank's file of torch.profiler: its events as columns, by what they are, and what it says of its rank.
 
     kineto.toml    what categories, kernels and annotations are
-    read_events    each event becomes a row of numbers; one that no tool writes ends the reading, with its number
     Events         the columns, and how one event finds another:
                    kernel -(correlation)-> call of the runtime -(External id)-> operator
+    RankIdentity   which rank it is, of how many, in which process groups, on which device
 
 Times are nanoseconds since the file's first event; `Events.origin` puts them on the clock of the machine.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import reprlib
 import tomllib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from math import prod
 from pathlib import Path
@@ -24,10 +27,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.size_limits import read_json
 from mpkit.errors import TraceError
 from mpkit.timeline.foreign.stream import EventStream
+from mpkit.trace.validation import MOST_RANKS
 
-__all__ = ["DEVICE", "PATTERNS", "TABLE", "EventTable", "Events", "read_events", "show_value", "text_of"]
+__all__ = ["PATTERNS", "TABLE", "EventTable", "Events", "RankIdentity", "read_header", "text_of"]
 
 Array = npt.NDArray[Any]
 
@@ -36,14 +41,14 @@ TABLE: dict[str, Any] = tomllib.loads(files(__package__).joinpath("kineto.toml")
 PATTERNS: dict[str, re.Pattern[str]] = {name: re.compile(text) for name, text in TABLE["patterns"].items()}
 
 _WORDS = {category: word for word, categories in TABLE["categories"].items() for category in categories}
-_ANNOTATIONS = tuple(TABLE["annotations"])
-DEVICE = ("kernel", "copy", "set")
+_ANNOTATIONS, _IGNORED = tuple(TABLE["annotations"]), frozenset(TABLE["ignored"])
+_DEVICE = ("kernel", "copy", "set")
 
 COLUMNS = ("name", "start", "end", "thread", "correlation", "external", "nbytes", "records", "operand")
 MOST = 2**50  # elements or bytes of one call
-MOST_OPEN = 100_000  # spans that have begun and not ended
 LONGEST = 10**18  # ns from a file's first event to its last: 31 years
 _BITS = {"float": 1, "half": 2, "c10::half": 2, "bfloat16": 2, "c10::bfloat16": 2}
+_IN_NAME = re.compile(r"rank[-_]?(\d{1,5})", re.IGNORECASE)
 
 
 class EventTable:
@@ -60,53 +65,65 @@ class EventTable:
         args: by row, the arguments of what communicates, as `_communication_args` returns them.
     """
 
-    def __init__(self) -> None:
-        self.rows = array("q")  # of as many numbers as there are columns, until all are read
-        self.args: dict[int, dict[str, Any]] = {}
-        self.close(0)
-
-    def __len__(self) -> int:
-        return len(self.rows) // len(COLUMNS) or len(self.name)
-
-    def close(self, origin: int) -> None:
-        """Turn the rows into columns, with ns since `origin`."""
-        table = np.array(self.rows, np.int64).reshape(-1, len(COLUMNS))
+    def __init__(self, rows: array[int], args: dict[int, dict[str, Any]], origin: int) -> None:
+        table = np.array(rows, np.int64).reshape(-1, len(COLUMNS))
         table[:, 1:3] -= origin
         columns = np.ascontiguousarray(table.T)
         self.name, self.start, self.end, self.thread, self.correlation, self.external = columns[:6]
         self.nbytes, self.records, self.operand = columns[6:]
-        self.rows = array("q")
+        self.args = args
+
+    def __len__(self) -> int:
+        return len(self.name)
 
 
 class Events:
     """All events of one rank's file.
 
+    Args:
+        path: the file.
+        progress: is called with the bytes of it that have been read.
+
+    Raises:
+        TraceError: the file is no JSON, or an event has something that no tool writes.
+
     Attributes:
         names: the strings that tables refer to.
-        threads: each thread's (process, thread), or (device, stream).
-        tables: by what it is: "op", "annotation", "module", "call", "kernel", "copy", "set", "other".
+        streams: each thread's (process, thread), or (device, stream).
+        tables: by what it is: "op", "annotation", "call", "kernel", "copy", "set".
         memory: (m, 5) of int64: ns, bytes (negative: freed), device type, total allocated, total reserved.
-        header: what the file says beside its events.
+        about: what the file says of its rank.
+        host: the name of its machine; "" if unknown.
         origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
         repairs: what was fixed in the file's JSON, with how often.
         assumed: what was left out or assumed of its events, with how often.
-        phases: how many events there are of each phase ("ph") that is not drawn.
-        processes: the names of processes, where the file has them.
-        categories: of each row of "other".
+        unknown: by category that is not known, when its events began and ended, (n, 2) ns.
+        length: ns from the first event to the last.
     """
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.threads: list[tuple[str, str]] = []
-        self.tables = {word: EventTable() for word in (*TABLE["categories"], "other")}
-        self.memory: Array = np.zeros((0, 5), np.int64)
-        self.header: dict[str, Any] = {}
-        self.origin = 0
-        self.repairs: dict[str, int] = {}
+    def __init__(self, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+        self._numbers: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], int] = {}
+        self._rows = {word: array("q") for word in TABLE["categories"]}
+        self._args: dict[str, dict[int, dict[str, Any]]] = {word: {} for word in self._rows}
+        self._unknown: dict[str, array[int]] = {}
+        self._memory = array("q")
         self.assumed: Counter[str] = Counter()
-        self.phases: Counter[str] = Counter()
-        self.processes: dict[str, str] = {}
-        self.categories: list[str] = []
+        stream = EventStream(path, progress)
+        for number, event in enumerate(stream):
+            try:
+                self._take(event)
+            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+                raise TraceError(
+                    f"{path}: event {number:,} cannot be read: {error}. It is {reprlib.repr(event)}"
+                ) from None
+        self.repairs = {what: count for what, count in stream.repairs.items() if count}
+        try:
+            self._close(stream.header)
+            self.about = read_header(stream.header, path, self._gpu)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise TraceError(f"{path}: {error}") from None
+        self.host = text_of(stream.header.get("host_name"))
 
     def __getitem__(self, word: str) -> EventTable:
         return self.tables[word]
@@ -114,18 +131,25 @@ class Events:
     @property
     def is_kineto(self) -> bool:
         """Whether torch.profiler wrote it, as far as its categories tell."""
-        return any(len(self[word]) for word in self.tables if word != "other")
+        return any(map(len, self.tables.values()))
 
-    @property
+    @cached_property
     def on_device(self) -> bool:
         """Whether anything ran on a GPU."""
-        return any(len(self[word]) for word in DEVICE)
+        return any(len(self[word]) for word in _DEVICE)
 
-    def notes(self, source: str) -> list[str]:
-        """Return sentences on what was fixed, left out or assumed in the file of this name."""
+    @cached_property
+    def communicates(self) -> Array:
+        """(kernels,) whether a kernel is of NCCL, RCCL, oneCCL or another library that communicates."""
+        chosen = np.zeros(len(self["kernel"]), bool)
+        chosen[self.named("kernel", PATTERNS["communicates"].match)] = True
+        return chosen
+
+    def notes(self) -> list[str]:
+        """Return sentences on what was fixed, left out or assumed in the file."""
         kinds = {" was not valid JSON and was fixed": self.repairs, ": left out or assumed": self.assumed}
         return [
-            f"{source}{what}: " + ", ".join(f"{each} ({count:,})" for each, count in counted.items()) + "."
+            f"{self.about.source}{what}: " + ", ".join(f"{each} ({n:,})" for each, n in counted.items()) + "."
             for what, counted in kinds.items()
             if counted
         ]
@@ -139,11 +163,95 @@ class Events:
         """Return, for each event of a device's table, the row of the runtime's call that launched it; -1: unknown."""
         return _rows(self["call"].correlation, self[word].correlation)
 
+    def asked(self, word: str) -> Array:
+        """Return, for each event of a device's table, when its host launched it; its own start where nothing tells."""
+        launch = self.launches(word)
+        return np.where(launch >= 0, np.append(self["call"].start, 0)[launch], self[word].start)
+
     def operators(self, word: str) -> Array:
         """Return, for each event of a device's table, the row of the operator that launched it; -1: unknown."""
         external = self[word].external
         by_call = np.append(self["call"].external, -1)[self.launches(word)]
         return _rows(self["op"].external, np.where(by_call >= 0, by_call, external), external)
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def _take(self, event: dict[str, Any]) -> None:
+        """Add an event, if it is of a kind that is drawn; any error says that it has something that no tool writes."""
+        phase, name, args = event.get("ph"), _text(event.get("name")), event.get("args") or {}
+        if phase == "X" and event.get("ts") is None:
+            self.assumed["event without a time, left out"] += 1
+        elif phase == "X":
+            category = _text(event["cat"]) if "cat" in event else ""
+            word = _WORDS.get(category.lower(), "")
+            if word == "op" and category == "Operator" and name.startswith(_ANNOTATIONS):
+                word = "annotation"
+            if category.lower() not in _IGNORED:
+                self._add(word, name, event, args, category)
+        elif phase in ("B", "E"):
+            self.assumed["beginning or end of a span of another tool, left out"] += 1
+        elif phase == "i" and name == "[memory]":
+            if event.get("ts") is None or "Bytes" not in args:
+                self.assumed["[memory] without its time or bytes, left out"] += 1
+                return
+            counts = _number(args, "Bytes", 0, MOST), _number(args, "Device Type", 0, 255)
+            totals = _number(args, "Total Allocated", -1, MOST), _number(args, "Total Reserved", -1, MOST)
+            self._memory.extend((_ns(event, "ts"), *counts, *totals))
+
+    def _add(
+        self, word: str, name: str, event: Mapping[str, Any], args: Mapping[str, Any], category: str
+    ) -> None:
+        if event.get("dur") is None:
+            self.assumed["span without an end, taken as one of no length"] += 1
+        start, took = _ns(event, "ts"), _ns(event, "dur")
+        if took < 0:
+            raise ValueError(f"dur={event['dur']} is no time")
+        if not word:
+            self._unknown.setdefault(category, array("q")).extend((start, start + took))
+            return
+        if word == "annotation" and name.startswith("ProfilerStep#") and not PATTERNS["step"].match(name):
+            self.assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
+        process, lane = event.get("pid"), event.get("tid")
+        if word in _DEVICE:
+            process, lane = args.get("device", process), args.get("stream", lane)
+        thread = self._threads.setdefault((_text(process), _text(lane)), len(self._threads))
+        rows = self._rows[word]
+        communicates = word in ("op", "annotation") and PATTERNS["issues"].match(name)
+        if communicates or (word == "kernel" and "Collective name" in args):
+            self._args[word][len(rows) // len(COLUMNS)] = _communication_args(args)
+        external = _number(args, "External id" if "External id" in args else "external id")
+        nbytes = _number(args, "bytes" if "bytes" in args else "Bytes", 0, MOST)
+        records = "Sequence number" in args and not args.get("Fwd thread id")
+        number = self._numbers.setdefault(name, len(self._numbers))
+        joined = _number(args, "correlation"), external
+        rows.extend((number, start, start + took, thread, *joined, nbytes, records, _operand(args)))
+
+    def _close(self, header: Mapping[str, Any]) -> None:
+        """Put all times on ns since the first event.
+
+        Raises:
+            ValueError: they are further apart than any run is long.
+        """
+        times = [np.array(rows, np.int64).reshape(-1, 2) for rows in self._unknown.values()]
+        times += [np.array(rows, np.int64).reshape(-1, len(COLUMNS))[:, 1:3] for rows in self._rows.values()]
+        first = min((int(each[:, 0].min()) for each in times if len(each)), default=0)
+        last = max((int(each[:, 0].max()) for each in times if len(each)), default=0)
+        if last - first > LONGEST:
+            raise ValueError(f"its events are from {first:,} to {last:,} ns, which no run takes")
+        self.length = max((int(each[:, 1].max()) for each in times if len(each)), default=0) - first
+        self.unknown = dict(zip(self._unknown, (each - first for each in times), strict=False))
+        self.names, self.streams = list(self._numbers), list(self._threads)
+        self.tables = {word: EventTable(rows, self._args[word], first) for word, rows in self._rows.items()}
+        self.memory = np.array(self._memory, np.int64).reshape(-1, 5)
+        self.memory[:, 0] -= first
+        self.origin = first + _number(header, "baseTimeNanoseconds", 0, 2**62)
+        del self._rows, self._unknown, self._memory
+
+    @property
+    def _gpu(self) -> str:
+        """The number of the GPU that most kernels ran on."""
+        counted = Counter(self.streams[stream][0] for stream in self["kernel"].thread.tolist())
+        return counted.most_common(1)[0][0] if counted else "0"
 
 
 def _rows(ids: Array, *wanted: Array) -> Array:
@@ -159,153 +267,7 @@ def _rows(ids: Array, *wanted: Array) -> Array:
     return found
 
 
-# ---- reading
-
-
-def read_events(path: Path, progress: Callable[[int], None] = lambda done: None) -> Events:
-    """Read a file of torch.profiler's, or any other in Chrome's format.
-
-    Raises:
-        TraceError: the file is no JSON, or an event has something that no tool writes.
-    """
-    events, stream = Events(), EventStream(path, progress)
-    reader = _Reader(events)
-    for number, event in enumerate(stream):
-        try:
-            reader.take(event)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise TraceError(
-                f"{path}: event {number:,} ({show_value(event.get('name'))}) cannot be read: {error}. It is "
-                f"{show_value(event):.300}"
-            ) from None
-    events.header = stream.header
-    events.repairs = {what: count for what, count in stream.repairs.items() if count}
-    try:
-        reader.close()
-    except (ValueError, TypeError, OverflowError) as error:
-        raise TraceError(f"{path}: {error}") from None
-    return events
-
-
-class _Reader:
-    """Takes one event after the other, and adds it to the columns."""
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._names: dict[str, int] = {}
-        self._threads: dict[tuple[str, str], int] = {}
-        self._memory = array("q")
-        self._opened: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of B, until its E
-        self._depth = 0
-
-    def take(self, event: dict[str, Any]) -> None:
-        """Add an event, if it is of a kind that is drawn; any error says that it has something that no tool writes."""
-        phase, name, events = event.get("ph"), _text(event.get("name")), self._events
-        args = event.get("args") or {}
-        if phase in ("X", "B", "E") and event.get("ts") is None:
-            events.assumed["event without a time, left out"] += 1
-        elif phase == "X":
-            category = _text(event.get("cat")) if "cat" in event else ""
-            word = _WORDS.get(category.lower(), "other")
-            if word == "op" and category == "Operator" and name.startswith(_ANNOTATIONS):
-                word = "annotation"
-            is_frame = word == "module" and not name.startswith("nn.Module")
-            if not is_frame and category not in ("Trace", "gpu_user_annotation"):
-                self._add(word, name, event, args, category)
-        elif phase in ("B", "E"):
-            opened = self._opened.setdefault((_text(event.get("pid")), _text(event.get("tid"))), [])
-            if phase == "B":
-                self._depth += 1
-                if self._depth > MOST_OPEN:
-                    raise ValueError(f"more than {MOST_OPEN:,} spans are open")
-                opened.append({**event, "ns": _ns(event, "ts")})
-            elif not opened:
-                events.assumed["end of a span that never began, left out"] += 1
-            else:
-                self._depth -= 1
-                began = opened.pop()
-                took = (_ns(event, "ts") - began["ns"]) / 1e3
-                self._add("other", _text(began.get("name")), {**began, "dur": took}, began.get("args") or {})
-        elif phase == "i" and name == "[memory]":
-            if event.get("ts") is None or "Bytes" not in args:
-                events.assumed["[memory] without its time or bytes, left out"] += 1
-                return
-            counts = _number(args, "Bytes", 0, MOST), _number(args, "Device Type", 0, 255)
-            totals = _number(args, "Total Allocated", -1, MOST), _number(args, "Total Reserved", -1, MOST)
-            self._memory.extend((_ns(event, "ts"), *counts, *totals))
-        elif phase == "M" and name == "process_name":
-            events.processes[_text(event.get("pid"))] = text_of(args.get("name"))
-        elif phase != "M":
-            events.phases[_text(phase)] += 1
-
-    def _add(
-        self, word: str, name: str, event: Mapping[str, Any], args: Mapping[str, Any], category: str = ""
-    ) -> None:
-        assumed = self._events.assumed
-        if event.get("dur") is None:
-            assumed["span without an end, taken as one of no length"] += 1
-        if word == "annotation" and name.startswith("ProfilerStep#") and not PATTERNS["step"].match(name):
-            assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
-        process, lane = event.get("pid"), event.get("tid")
-        if word in DEVICE:
-            process, lane = args.get("device", process), args.get("stream", lane)
-        thread = self._threads.setdefault((_text(process), _text(lane)), len(self._threads))
-        start, took = _ns(event, "ts"), _ns(event, "dur")
-        if took < 0:
-            raise ValueError(f"dur={show_value(event['dur'])} is no time")
-        table = self._events.tables[word]
-        communicates = word in ("op", "annotation") and PATTERNS["issues"].match(name)
-        if communicates or (word == "kernel" and "Collective name" in args):
-            table.args[len(table)] = _communication_args(args)
-        external = _number(args, "External id" if "External id" in args else "external id")
-        nbytes = _number(args, "bytes" if "bytes" in args else "Bytes", 0, MOST)
-        records = "Sequence number" in args and not args.get("Fwd thread id")
-        number = self._names.setdefault(name, len(self._names))
-        joined = _number(args, "correlation"), external
-        table.rows.extend((number, start, start + took, thread, *joined, nbytes, records, _operand(args)))
-        if word == "other":
-            self._events.categories.append(category)
-
-    def close(self) -> None:
-        """Put all times on ns since the first event.
-
-        Raises:
-            ValueError: they are further apart than any run is long.
-        """
-        events = self._events
-        if left := sum(map(len, self._opened.values())):
-            events.assumed["span without an end, left out"] += left
-        events.names, events.threads = list(self._names), list(self._threads)
-        starts = [
-            np.frombuffer(table.rows, np.int64)[1 :: len(COLUMNS)]
-            for table in events.tables.values()
-            if len(table)
-        ]
-        first = min((int(each.min()) for each in starts), default=0)
-        last = max((int(each.max()) for each in starts), default=0)
-        if last - first > LONGEST:
-            raise ValueError(f"its events are from {first:,} to {last:,} ns, which no run takes")
-        del starts  # views of the rows, which cannot grow meanwhile
-        for table in events.tables.values():
-            table.close(first)
-        events.memory = np.array(self._memory, np.int64).reshape(-1, 5)
-        events.memory[:, 0] -= first
-        events.origin = first + _number(events.header, "baseTimeNanoseconds", 0, 2**62)
-
-
 # ---- values
-
-
-def show_value(value: Any) -> str:
-    """Return a value of a file as Python writes it, however long and deep it is.
-
-    >>> show_value({"ph": "X", "args": {"a": [[[[[[[1]]]]]]], "b": "x" * 1000}})
-    "{'ph': 'X', 'args': {'a': [[[[[...]]]]], 'b': 'xxxxxxxxxxxx...xxxxxxxxxxxxx'}}"
-    """
-    if isinstance(value, dict):  # in the order of the file
-        shown = ", ".join(f"{key!r:.60}: {reprlib.repr(each)}" for key, each in [*value.items()][:12])
-        return f"{{{shown}}}"
-    return reprlib.repr(value)
 
 
 def text_of(value: Any) -> str:
@@ -319,7 +281,7 @@ def text_of(value: Any) -> str:
 
 def _text(value: Any) -> str:
     """Return a name, or what stands in its place, written out."""
-    return value if type(value) is str else str(value) if type(value) is int else show_value(value)
+    return value if type(value) is str else str(value) if type(value) is int else reprlib.repr(value)
 
 
 def _ns(event: Mapping[str, Any], key: str) -> int:
@@ -329,7 +291,7 @@ def _ns(event: Mapping[str, Any], key: str) -> int:
         return 0
     time = float(value)
     if not -9e15 < time < 9e15:  # us: until the year 2255, in as many ns as int64 holds; nan is not
-        raise ValueError(f"{key}={show_value(value)} is no time")
+        raise ValueError(f"{key}={value} is no time")
     whole = int(time)
     return whole * 1000 + round((time - whole) * 1e3)
 
@@ -341,7 +303,7 @@ def _number(args: Mapping[str, Any], key: str, default: int = -1, most: int = 2*
         return default
     number = int(value)
     if not -most <= number <= most:
-        raise ValueError(f"{key}={show_value(value)} is no number up to {most:,}")
+        raise ValueError(f"{key}={value} is no number up to {most:,}")
     return number
 
 
@@ -369,7 +331,7 @@ def _elements(shape: Any) -> int:
     shapes = shape if shape and isinstance(shape[0], list) else [shape]
     elements = sum(prod(map(float, each)) for each in shapes if each)
     if not 0 <= elements <= MOST:
-        raise ValueError(f"Input Dims: {show_value(shape)} has no number of elements up to {MOST:,}")
+        raise ValueError(f"Input Dims: {reprlib.repr(shape)} has no number of elements up to {MOST:,}")
     return int(elements)
 
 
@@ -381,3 +343,85 @@ def _operand(args: Mapping[str, Any]) -> int:
         if word in _BITS or "float8" in word:
             return _BITS.get(word, 3)
     return 0
+
+
+# ---- the rank
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """What is known of one rank.
+
+    Attributes:
+        rank: its number in the world; None if unknown. It is no device number.
+        world_size: the number of ranks of the run; None if unknown.
+        backend: "nccl", "gloo", ...; "" if unknown.
+        groups: the ranks of each process group, by its name; those listed in full only.
+        axes: the mesh axis of each process group that a DeviceMesh made, by the group's name.
+        device: the name of its GPU; "" without one.
+        source: the file's name.
+    """
+
+    rank: int | None
+    world_size: int | None
+    backend: str = ""
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    axes: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    source: str = ""
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """All ranks of the run, as far as they are known to exist."""
+        return tuple(range(self.world_size or 0)) or (() if self.rank is None else (self.rank,))
+
+
+def read_header(header: Mapping[str, Any], path: Path, device: str = "0") -> RankIdentity:
+    """Read what a file says beside its events, or by its name, of its rank, whose kernels ran on this GPU.
+
+    >>> one = read_header({"distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8}}, Path("trace.json"))
+    >>> one.rank, one.world_size
+    (3, 8)
+    >>> read_header({}, Path("rank12.json")).rank, read_header({}, Path("trace.json")).rank
+    (12, None)
+    """
+    said = _parsed(header.get("distributedInfo"), dict)
+    rank, world = _rank_number(said.get("rank")), _rank_number(said.get("world_size"))
+    if rank is None and not said and (found := _IN_NAME.search(path.name)):
+        rank = int(found[1])
+    groups: dict[str, tuple[int, ...]] = {}
+    axes: dict[str, str] = {}
+    for group in _parsed(said.get("pg_config"), list):
+        if not isinstance(group, dict):
+            continue
+        name, ranks, words = text_of(group.get("pg_name")), group.get("ranks"), text_of(group.get("pg_desc"))
+        numbers = [_rank_number(each) for each in ranks] if isinstance(ranks, list) else [None]
+        if None not in numbers and _rank_number(group.get("pg_size")) in (None, len(numbers)):
+            groups[name] = tuple(sorted(number for number in numbers if number is not None))
+        if words.startswith("mesh_"):
+            axes[name] = words.removeprefix("mesh_")
+    devices = [each for each in _parsed(header.get("deviceProperties"), list) if isinstance(each, dict)]
+    names = {text_of(each.get("id")): text_of(each.get("name")) for each in devices}
+    # Ranks that see one GPU may list it by another id.
+    gpu = names.get(device, next(iter(names.values())) if len(names) == 1 else "")
+    return RankIdentity(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
+
+
+def _parsed(value: Any, kind: type[Any]) -> Any:
+    """Return a mapping or a list that the header has as one, or as the text of one (JSON or Python's); else empty."""
+    if isinstance(value, str) and len(value) < 1_000_000:
+        for read in (read_json, ast.literal_eval):
+            try:
+                value = read(value)
+                break
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # it was cut short
+                continue
+    return value if isinstance(value, kind) else kind()
+
+
+def _rank_number(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 <= number <= MOST_RANKS else None

@@ -95,7 +95,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 @public
 def open(path: Paths, *, plan: Plan | None = None) -> OpenedTrace:
-    """Open traces: torch.profiler's of one rank or many, JSON of other tools in Chrome's format, or mpkit's own.
+    """Open traces: torch.profiler's of one rank or many, or mpkit's own.
 
     The result is a `Trace`, and shows itself as its timeline. What is known of it besides (which ranks of how many,
     what was fixed, how clocks were aligned) is in `notes`.
@@ -112,10 +112,11 @@ def open(path: Paths, *, plan: Plan | None = None) -> OpenedTrace:
     >>> import json, pathlib, tempfile
     >>> import mpkit as mk
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder, "spans.json")
-    ...     _ = path.write_text(json.dumps([{"ph": "X", "name": "load", "pid": 1, "tid": 1, "ts": 0, "dur": 5}]))
+    ...     path = pathlib.Path(folder, "rank0.json")
+    ...     event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
+    ...     _ = path.write_text(json.dumps([event]))
     ...     mk.open(path)
-    <OpenedTrace of 1 rank, 1 ops, spans.json>
+    <OpenedTrace of 1 rank, 2 ops, rank0.json>
     """
     given: Any = path
     several = isinstance(given, Iterable) and not isinstance(given, str | os.PathLike)

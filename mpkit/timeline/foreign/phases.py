@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.foreign.kineto import PATTERNS, Events
-from mpkit.timeline.foreign.lanes import lies_within
+from mpkit.timeline.foreign.kineto import PATTERNS, Events, EventTable
 from mpkit.timeline.metrics import covered
 from mpkit.trace import Kind
 
@@ -36,35 +35,31 @@ _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
 
 
 def place_of(events: Events, asked: Array) -> Array:
-    """Return (n,) of `PLACE` for (n,) times of the host in ns.
-
-    Args:
-        events: a rank's events.
-        asked: when the program asked for each piece of work.
-    """
+    """Return (n,) of `PLACE` for (n,) times in ns at which a rank's program asked for something."""
     place = np.zeros(len(asked), PLACE)
     for name in ("step", "stage", "microbatch", "name"):
         place[name] = -1
-    said = events["annotation"]
+    said, ops = events["annotation"], events["op"]
     words = [events.names[number] for number in said.name.tolist()]
     lower = [word.lower() for word in words]
 
-    def mark(rows: list[int], kind: Kind | None = None) -> tuple[Array, Array]:
+    def mark(rows: Any, kind: Kind | None = None, table: EventTable = said) -> tuple[Array, Array]:
         """Return which times lie in one of these annotations, and in which; set their kind."""
-        here, which = _find_inside(asked, said.start[rows], said.end[rows])
+        here, which = _find_inside(asked, table.start[rows], table.end[rows])
         if kind is not None:
             place["kind"][here] = kind
-        return here, np.array(rows, np.int64)[which] if rows else which
+        return here, np.array(rows, np.int64)[which] if len(rows) else which
+
+    def saying(*, yes: str, no: str = "\n") -> list[int]:
+        return [i for i, word in enumerate(lower) if yes in word and no not in word]
 
     # ---- phases, what says more overrules what says less
-    mark([i for i, word in enumerate(lower) if "forward" in word and "backward" not in word], Kind.FORWARD)
-    mark([i for i, word in enumerate(lower) if "zero_grad" in word], Kind.COMPUTE)
-    _mark_backward(events, asked, place)
-    mark(
-        [i for i, word in enumerate(lower) if "backward" in word and not word.startswith("pp:")],
-        Kind.BACKWARD,
-    )
-    _mark_recomputed(events, asked, place)
+    mark(saying(yes="forward", no="backward"), Kind.FORWARD)
+    mark(saying(yes="zero_grad"), Kind.COMPUTE)
+    mark(_engine_rows(events), Kind.BACKWARD, ops)
+    mark([i for i in saying(yes="backward") if not lower[i].startswith("pp:")], Kind.BACKWARD)
+    here, _ = mark(_recomputed_rows(events), table=ops)
+    place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
     optimizers = [i for i, word in enumerate(lower) if _updates(word)]
     here, which = mark(optimizers, Kind.OPTIMIZER)
     place["name"][here] = said.name[which[here]]
@@ -106,13 +101,6 @@ def _find_inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
     return (times >= spans[around, 0]) & (times < spans[around, 1]), order[at]
 
 
-def _mark_backward(events: Events, asked: Array, place: Array) -> None:
-    ops = events["op"]
-    rows = _engine_rows(events)
-    here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
-    place["kind"][here] = Kind.BACKWARD
-
-
 def _engine_rows(events: Events) -> Array:
     """Return the operators that are autograd's engine evaluating a node; torch 1.8 has the nodes alone."""
     return events.named("op", PATTERNS["node"].match)
@@ -125,14 +113,14 @@ def _recomputed_rows(events: Events) -> Array:
     """
     ops = events["op"]
     rows = events.named("op", lambda name: name.startswith("aten::"))
-    rows = rows[ops.records[rows] == 1]
-    return np.asarray(rows[lies_within(ops, rows, ops, _engine_rows(events))])
-
-
-def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
-    ops, rows = events["op"], _recomputed_rows(events)
-    here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
-    place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
+    rows, around = rows[ops.records[rows] == 1], _engine_rows(events)
+    within = np.zeros(len(rows), bool)
+    for thread in np.unique(ops.thread[around]).tolist():
+        mine = around[ops.thread[around] == thread]
+        within |= (ops.thread[rows] == thread) & _find_inside(
+            ops.start[rows], ops.start[mine], ops.end[mine]
+        )[0]
+    return np.asarray(rows[within])
 
 
 def profiled_steps(events: Events) -> dict[int, int]:
@@ -174,12 +162,7 @@ def _updates(annotation: str) -> bool:
 def _counted_steps(events: Events, updated: Array, asked: Array) -> Array:
     """Return the step of each time, where none is announced: a step ends with its last optimizer.
 
-    What comes after the last one is no step: recording ended within it.
-
-    Args:
-        events: a rank's events.
-        updated: when each update ended.
-        asked: the times.
+    What comes after the last of the updates, which ended at these times, is no step: recording ended within it.
     """
     backward = np.sort(events["op"].start[_engine_rows(events)])
     none: Array = np.full(len(asked), -1)

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.foreign.actions import ProfiledAction, actions_of, bounds_of
+from mpkit.timeline.foreign.actions import DeviceWork, ProfiledAction, actions_of, bounds_of, work_of
 from mpkit.timeline.foreign.communication import MESSAGES, Comm
 from mpkit.timeline.foreign.kineto import Events
-from mpkit.timeline.foreign.lanes import DeviceWork, work_of
 from mpkit.timeline.foreign.phases import place_of
 from mpkit.timeline.metrics import covered, length
 from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, lane_of
@@ -169,9 +168,8 @@ def _with_stillness(rows: Sequence[OpRow], waits: Sequence[OpRow]) -> list[OpRow
 
 def _copies(events: Events) -> Iterator[OpRow]:
     """Yield the copies between device and host; those within the device compute nothing and are left out."""
-    copy, launch = events["copy"], events.launches("copy")
-    asked = np.where(launch >= 0, np.append(events["call"].start, 0)[launch], copy.start)
-    for at, step in enumerate(place_of(events, asked)["step"].tolist()):
+    copy = events["copy"]
+    for at, step in enumerate(place_of(events, events.asked("copy"))["step"].tolist()):
         name = events.names[copy.name[at]]
         kind = Kind.COPY_TO_DEVICE if "HtoD" in name else Kind.COPY_TO_HOST if "DtoH" in name else None
         if kind is not None:

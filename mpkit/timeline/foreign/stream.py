@@ -134,12 +134,6 @@ class EventStream:
                 )
             self._at += 1
             yield from self._events() if first == "[" else self._members()
-            if "ph" in self.header:  # an event per line
-                event, self.header = self.header, {}
-                self._at += 1
-                yield event
-                yield from self._events(lines=True)
-                return
             self._at += first == "{"
             if self._peek() in ("{", "["):
                 raise TraceError(
@@ -174,8 +168,8 @@ class EventStream:
             self._cut()
         return None
 
-    def _events(self, *, lines: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the events of the list whose "[" has been read; `lines`: of a file with an event per line."""
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of the list whose "[" has been read."""
         while True:
             self._at = _BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]
             try:
@@ -185,9 +179,7 @@ class EventStream:
                     self._at += 1
                     return
                 if following == "":
-                    if not lines:
-                        self._cut()
-                    return
+                    return self._cut()
                 event = self._value()
             if isinstance(event, dict):
                 yield event

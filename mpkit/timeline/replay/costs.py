@@ -78,7 +78,7 @@ def machine(
 def _machine_of_imported(
     chosen: Hardware, own: Device, meta: Mapping[str, Any], world_size: int
 ) -> tuple[Hardware, CostOf, list[str]]:
-    """Do the same as `machine` for a trace of another tool on other hardware: kernels scale by what bounds them.
+    """Do the same as `machine` for an imported trace on other hardware: kernels scale by what bounds them.
 
     A kernel's time is known and its FLOPs are not; so it takes as much longer as the other device is slower at what
     bounds it. Without kernels, or of a device that the catalogue does not have, nothing can be scaled.

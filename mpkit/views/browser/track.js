@@ -129,26 +129,7 @@ class Track {
       const level = base - (row.totals[moment] / highest) * (base - top - 2 * ratio);
       context.fillRect(left + from, Math.round(level) - ratio, Math.max(to - from, ratio), ratio);
     }
-    this.unmeasured(frame, base, top);
     this.drawPeak(frame, row, base, top);
-  }
-
-  /** The ground over the steps that were not measured, and a line where they begin. */
-  unmeasured({ context, ratio, left, width, t0, scale, theme }, base, top) {
-    const x = Math.max(((this.data.repeats ?? Infinity) - t0) * scale, 0);
-    if (!(x < width)) return;
-    context.save();
-    context.globalAlpha = 0.5;
-    context.fillStyle = theme.ground;
-    context.fillRect(left + x, top, width - x, base - top);
-    context.globalAlpha = 1;
-    context.strokeStyle = theme.text;
-    context.setLineDash([4 * ratio, 3 * ratio]);
-    context.beginPath();
-    context.moveTo(left + x, top);
-    context.lineTo(left + x, base);
-    context.stroke();
-    context.restore();
   }
 
   /** Words in a lane of which nothing is known, since others are known: it is not zero. */

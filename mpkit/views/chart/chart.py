@@ -152,7 +152,6 @@ class Panel:
         groups: names of neighbouring places, each with their number.
         ends: what stands at the end of each bar.
         limit: a line across the values that must not be passed, such as a device's memory, in words too.
-        pale: from which number on the panel is paler: what was not measured.
         peak: whether a line marks the highest sum.
         keys: whether its legend stands below it, instead of below all panels.
     """
@@ -167,7 +166,6 @@ class Panel:
     groups: Sequence[tuple[str, int]] = ()
     ends: Sequence[str] = ()
     limit: tuple[float, str] | None = None
-    pale: float | None = None
     peak: bool = False
     keys: bool = False
 

@@ -306,11 +306,6 @@ def _areas(panel: Panel, room: Room, inks: Inks) -> Drawn:
         x, y = along[at], up(under[at])
         parts.append(rule('class="peak" stroke-dasharray="2 2"', (left, room.right), (y, y)))
         parts.append(f'<circle class="words" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
-    if panel.pale is not None:
-        x = min(max(across(panel.pale), left), room.right)
-        shape = f'x="{x:.1f}" y="{up.end:.1f}" width="{room.right - x:.1f}" height="{up.start - up.end:.1f}"'
-        parts.append(f'<rect class="ground" opacity="0.5" {shape}/>')
-        parts.append(rule('class="peak" stroke-dasharray="4 3"', (x, x), (up.end, up.start)))
     axis, bottom = across_axis(panel.x, across, up.start, room.right)
     return parts + axis, bottom
 

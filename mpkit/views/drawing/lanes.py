@@ -114,7 +114,7 @@ def rank_label(timeline: Timeline, rank: int) -> str:
     """
     mesh = timeline.mesh
     if "imported" in timeline.meta:
-        return _imported_label(timeline, rank)
+        return f"rank {timeline.rank_number(rank)}"
     if mesh is not None and " " in place_text(mesh, rank):  # along several axes
         return f"rank {rank}  {place_text(mesh, rank)}"
     replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # replayed on a machine other than the run's own
@@ -130,19 +130,6 @@ def widest_label(timelines: Iterable[Timeline]) -> str:
     'GPU 10'
     """
     return max((rank_label(each, rank) for each in timelines for rank in range(each.world_size)), key=len)
-
-
-LONGEST = 60
-"""Characters of a process's name that are shown."""
-
-
-def _imported_label(timeline: Timeline, rank: int) -> str:
-    """Name a rank of an imported trace, of which some ranks may be absent or without a number."""
-    processes = timeline.meta["imported"].get("processes", [])
-    if rank < len(processes):
-        label = str(processes[rank])
-        return label if len(label) <= LONGEST else f"{label[: LONGEST - 3]}..."
-    return f"rank {timeline.rank_number(rank)}"
 
 
 def short_label(timeline: Timeline, rank: int) -> str:

@@ -12,13 +12,11 @@ from mpkit.views.chart.chart import SECONDS, Axis, Chart, Panel, Series, Unit, b
 from mpkit.views.drawing.colours import CATEGORY_INKS, SPARE_INK
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.memory.series import (
-    UNMEASURED,
     device_memory,
     held_text,
     levels_of,
     memory_of,
     peak_words,
-    repeated_from,
     share_text,
 )
 from mpkit.views.theme import ALARM
@@ -56,8 +54,6 @@ def memory_over_time(timeline: Timeline, title: str = "", highest: float = 0, li
     memories = [memory_of(timeline, rank, points=300) for rank in ranks]
     most = max((each.total for each in memories), default=0)
     like, device = max(like, most), device_memory(timeline)
-    begin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
-    pale = repeated_from(timeline) - begin
     unit = _unit(timeline, like)
     labels = [short_label(timeline, rank) for rank in ranks]
     peaks = [
@@ -68,7 +64,7 @@ def memory_over_time(timeline: Timeline, title: str = "", highest: float = 0, li
         Panel(
             [Series(name, each.levels[:, i].tolist(), CATEGORY_INKS[name]) for i, name in enumerate(CATEGORIES)],
             each.times.tolist(), "areas", label, peak, Axis(unit=SECONDS), Axis(unit=unit, high=max(highest, most, 1)),
-            pale=None if pale == inf else pale, peak=True,
+            peak=True,
         )
         for each, label, peak in zip(memories, labels, peaks, strict=True)
     ]  # fmt: skip
@@ -76,7 +72,6 @@ def memory_over_time(timeline: Timeline, title: str = "", highest: float = 0, li
     told += (
         [f"Percentages are of the {held_text(timeline, device[0])} of one {device[1]}."] if device[0] else []
     )
-    told += [UNMEASURED] if pale < inf else []
     missing = timeline.world_size - len(ranks)
     return Chart(
         title, panels, "Memory by GPU. " + "; ".join(map(": ".join, zip(labels, peaks, strict=True))),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,13 @@ import numpy.typing as npt
 
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
-from mpkit.timeline.metrics import active, extent, work
+from mpkit.timeline.metrics import work
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.drawing.sheet import levels, memory_levels
 
 __all__ = [
-    "UNMEASURED",
     "RankMemory",
     "device_memory",
     "fewer",
@@ -31,11 +29,8 @@ __all__ = [
     "levels_of",
     "memory_of",
     "peak_words",
-    "repeated_from",
     "share_text",
 ]
-
-UNMEASURED = "Paler: steps that were not measured, drawn as an earlier one was."
 
 
 def peak_words(timeline: Timeline, like: float = 0) -> str:
@@ -99,27 +94,6 @@ def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
         whole = alive == [*range(alive[0], alive[-1] + 1)]
         listed = f"micro-batches {alive[0]} to {alive[-1]}" if whole else f"{len(alive)} micro-batches"
     return f"; alive: {listed}"
-
-
-def repeated_from(timeline: Timeline) -> float:
-    """Return from when on the memory of a watched program is that of earlier steps again, in seconds; inf: never.
-
-    Its first steps are measured until one repeats another (`launch/watch/costs.py`); those after it are not.
-    """
-    if not timeline.meta.get("watched") or not len(timeline.held):
-        return inf
-    held, seen = timeline.held[timeline.held["rank"] == 0], set[bytes]()
-    repeats = False
-    for step in timeline.steps:
-        spans = timeline.spans[(timeline.spans["step"] == step) & (timeline.spans["rank"] == 0)]
-        start, end = extent(active(spans))
-        if repeats:
-            return start
-        mine = held[(held["time"] >= start) & (held["time"] < end)]
-        changes = np.stack([mine["category"], mine["total"]]).tobytes()
-        repeats = changes in seen
-        seen.add(changes)
-    return inf
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ browser takes it.
 
     head    JSON: {tracks: [{name, unit, stacked, keys: [{word, light, dark}], ranks: [[rank, moments], ...]}, ...]},
             and `most`, what a lane reaches to at least; of memory `device`, the bytes of a device's, if known,
-            `repeats`, from when on it was not measured, and `told`, what there was at the peak
+            and `told`, what there was at the peak
     bytes   of each track, rank by rank: times, (moments,) float64 seconds; levels, (moments, keys) float64
 
 A sample speaks for the time since the sample before it, and is drawn there; in a terminal samples are a table.
@@ -13,7 +13,6 @@ All tracks of a timeline are sent together, as one trait, so a page that is load
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS, DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label
-from mpkit.views.memory.series import UNMEASURED, device_memory, fewer, memory_of, peak_words, repeated_from
+from mpkit.views.memory.series import device_memory, fewer, memory_of, peak_words
 
 __all__ = ["TRACKS", "curve", "device_lines", "expected_tracks", "has_tracks", "pack_tracks"]
 
@@ -203,10 +202,7 @@ def _pack_memory(timeline: Timeline, each: int) -> tuple[Head, bytes]:
     head = _memory_head("" if timeline.clock == "simulated" else "B")
     if device := device_memory(timeline)[0]:
         head["device"] = device
-    repeats = repeated_from(timeline)
-    if repeats < inf:
-        head["repeats"] = repeats
-    head["told"] = peak_words(timeline) + f" {UNMEASURED}" * (repeats < inf)
+    head["told"] = peak_words(timeline)
     origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
     parts = []
     for rank in range(timeline.world_size):
