@@ -53,11 +53,6 @@ def basis_of(clock: str, meta: Mapping[str, Any], *, elsewhere: bool = False) ->
 
     >>> basis_of("virtual", {}).assumed
     'a link model and a core per rank'
-
-    Args:
-        clock: "measured", "virtual" or "simulated".
-        meta: that of its trace.
-        elsewhere: whether it was replayed on hardware that was asked for.
     """
     if clock == "simulated":
         return SIMULATED

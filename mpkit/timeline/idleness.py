@@ -216,11 +216,7 @@ class _IdleStep:
         return end - float(graph.ends[self.active].max(initial=0.0))
 
     def split(self, took: Array) -> Array:
-        """Return seconds of idle time, (ranks, causes), if the pieces take so long.
-
-        Args:
-            took: (n,) seconds.
-        """
+        """Return seconds of idle time, (ranks, causes), if the pieces take so long."""
         graph, causes = self.graph, np.zeros((self.graph.world_size, len(CAUSES)))
         ends = graph.play(took)
         end = float(ends[self.active].max(initial=0.0)) + self.hidden_seconds

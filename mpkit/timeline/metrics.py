@@ -69,11 +69,7 @@ def waits_within(spans: Array) -> Array:
 
 
 def work_times(mine: Array) -> Array:
-    """Return the seconds of each of a rank's actions without the waits inside it.
-
-    Args:
-        mine: the spans of one rank.
-    """
+    """Return the seconds of each of a rank's actions without the waits inside it."""
     actions, waits = work(mine), covered_times(waits_within(mine))
     if not len(waits):
         seconds: Array = actions["end"] - actions["start"]
@@ -117,11 +113,7 @@ def length(intervals: Array) -> float:
 
 
 def exposed_seconds(comm: Array, compute: Array) -> float:
-    """Return the seconds in which a rank communicates but does not compute; waits inside its actions are not computing.
-
-    Args:
-        comm, compute: the rank's spans on these lanes.
-    """
+    """Return the seconds in which a rank communicates but does not compute; waits inside its actions are not computing."""
     there, works, waits = (
         covered_times(comm),
         covered_times(work(compute)),

@@ -77,10 +77,6 @@ def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
 
     >>> sample_notes(Trace([], {"gpus_not_sampled": "GPUs were not sampled: ..."}), elsewhere=False)
     ['GPUs were not sampled: ...']
-
-    Args:
-        trace: the trace of the run.
-        elsewhere: whether it is replayed on other hardware.
     """
     watched = trace.meta.get("watched") and any(len(rank.memory) for rank in trace.ranks)
     repeated = [REPEATED] if watched else []
@@ -95,12 +91,7 @@ def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
 
 
 def placement_notes(timeline: Timeline, hardware: Hardware) -> list[str]:
-    """Return a sentence for tensor parallelism across nodes, and one for the rank that its device cannot hold.
-
-    Args:
-        timeline: replayed on the machine.
-        hardware: the machine.
-    """
+    """Return a sentence for tensor parallelism across nodes, and one for the rank that its device cannot hold."""
     notes = []
     mesh = timeline.mesh
     if mesh is not None and mesh.tp > 1 and (words := across_nodes(mesh.groups("tp"), hardware)):

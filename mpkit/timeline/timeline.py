@@ -187,9 +187,6 @@ class Timeline(ReplayResult, Figures, Answer):
     def critical_path(self, step: int | None = None) -> CriticalPath:
         """Return the operations that decide how long a step takes, and the slack of every other one.
 
-        Args:
-            step: its number; None: the last complete one.
-
         Raises:
             ValueError: there is no such step.
         """

@@ -110,12 +110,6 @@ def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> I
 
     >>> list(sent_to(Kind.ALL_REDUCE, (0, 1, 2, 3), rank=3)), list(sent_to(Kind.SEND, (0, 2), rank=0, peer=2))
     ([(0, 1.5)], [(2, 1.0)])
-
-    Args:
-        kind: the kind of communication.
-        members: the ranks of its group, ascending; for a message, both ends.
-        rank: the sender.
-        peer: the message's other end, or the collective's root.
     """
     n = len(members)
     if kind == Kind.SEND:

@@ -80,9 +80,6 @@ def style_block(block: Callable[[str], str]) -> str:
 
     >>> style_block("{}".format)
     'light@media screen and (prefers-color-scheme: dark){dark}'
-
-    Args:
-        block: the rules by the theme's name.
     """
     return f"{block('light')}@media screen and (prefers-color-scheme: dark){{{block('dark')}}}"
 

@@ -195,10 +195,6 @@ class _Builder:
 
         On a stream of its own one may begin while the compute lane stands still: then it came some time after the last
         piece that had ended by then.
-
-        Args:
-            rank, row, time: of the communication.
-            last, first: the last and the first piece of the rank's lane so far.
         """
         if last < 0 or self.columns[last][4] <= time + self.close:
             return last

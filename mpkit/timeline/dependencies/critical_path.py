@@ -47,12 +47,7 @@ class StepWaiting:
 
 
 def waiting_of(graph: StepGraph, spans: Array) -> StepWaiting:
-    """Return who waits for whom in a step.
-
-    Args:
-        graph: the step.
-        spans: (n,) of `SPAN`, those of the step.
-    """
+    """Return who waits for whom in a step."""
     n = graph.world_size
     waits, under_way, last = np.zeros((n, n)), np.zeros(n), np.zeros(n, int)
     close = 1e-9 * graph.step_time

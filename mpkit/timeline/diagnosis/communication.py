@@ -11,7 +11,7 @@ late bucket      backward makes gradients in the order in which their buckets ar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,34 +54,36 @@ class _Meeting(NamedTuple):
     took: float
 
 
-def slow_links(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding for each link that takes longer than others do for as much."""
-    alike: dict[tuple[int, int], list[_Meeting]] = defaultdict(list)
+def slow_links(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding for each link that takes longer than others do for as much."""
+    found, alike = list[Finding](), defaultdict[tuple[int, int], list[_Meeting]](list)
     for met in _meetings(evidence):
         alike[met.kind, len(met.ranks)].append(met)
     for mets in alike.values():
         links = sorted({met.ranks for met in mets})
         size, took_all = np.array([met.nbytes for met in mets]), np.array([met.took for met in mets])
-        numbers = {link: number for number, link in enumerate(links)}
-        of_link = np.array([numbers[met.ranks] for met in mets])
-        for number, link in enumerate(links if len(links) > 2 else []):
+        for link in links if len(links) > 2 else []:
+            others = np.array([met.ranks != link for met in mets])
             own = [met for met in mets if met.ranks == link]
-            others = of_link != number
-            by_size = {
-                nbytes: _usual(nbytes, size[others], took_all[others]) for nbytes in {m.nbytes for m in own}
-            }
-            usual = {met: by_size[met.nbytes] for met in own}
-            known = [met for met in own if usual[met] > 0]
-            should, took = sum(usual[met] for met in known), sum(met.took for met in known)
+            by_size = {each: _usual(each, size[others], took_all[others]) for each in {m.nbytes for m in own}}
+            known = [(met, by_size[met.nbytes]) for met in own if by_size[met.nbytes] > 0]
+            should, took = sum(usual for _, usual in known), sum(met.took for met, _ in known)
             if not known or took < SLOW * should:
                 continue
-            rows = [row for met in known for row in met.rows]
+            rows = [row for met, _ in known for row in met.rows]
             factors = [
-                min(usual[met] / met.took, 1.0) if met.took else 1.0 for met in known for _ in met.rows
+                min(usual / met.took, 1.0) if met.took else 1.0 for met, usual in known for _ in met.rows
             ]
-            gain = evidence.gain(evidence.scale_durations(rows, factors))
-            if evidence.worth(gain):
-                yield _slow(evidence, link, took, should, known, gain, rows)
+            nodes = (
+                {evidence.machine.node_of(rank) for rank in link} if evidence.machine is not None else set()
+            )
+            found += evidence.findings(
+                "slow link", gain=evidence.gain_scaled(rows, factors), rows=rows, ranks=link,
+                size=bytes_text(float(np.mean([met.nbytes for met, _ in known]))), each=seconds(took / len(known)),
+                ratio=f"{took / should if should else np.inf:.1f}", rank=link[-1],
+                across=" They are on different nodes." if len(nodes) > 1 else "",
+            )  # fmt: skip
+    return found
 
 
 def _usual(nbytes: int, size: Array, took: Array) -> float:
@@ -90,61 +92,37 @@ def _usual(nbytes: int, size: Array, took: Array) -> float:
     return float(np.median(near)) if len(near) else 0.0
 
 
-def _slow(
-    evidence: Evidence, link: tuple[int, ...], took: float, should: float, mets: Sequence[_Meeting], gain: float,
-    rows: Sequence[int],
-) -> Finding:  # fmt: skip
-    nodes = {evidence.machine.node_of(rank) for rank in link} if evidence.machine is not None else set()
-    return evidence.make_finding(
-        "slow link", gain=gain, rows=rows, ranks=link, size=bytes_text(float(np.mean([met.nbytes for met in mets]))),
-        each=seconds(took / len(mets)), ratio=f"{took / should:.1f}", rank=link[-1],
-        across=" They are on different nodes." if len(nodes) > 1 else "",
-    )  # fmt: skip
-
-
-def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding for many collectives of one kind and group that are nearly all latency."""
-    alike: dict[tuple[int, tuple[int, ...]], list[_Meeting]] = defaultdict(list)
+def small_messages(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding for many collectives of one kind and group that are nearly all latency."""
+    found, alike = list[Finding](), defaultdict[tuple[int, tuple[int, ...]], list[_Meeting]](list)
     for met in _meetings(evidence):
         if met.kind not in (*MESSAGES, Kind.BARRIER):
             alike[met.kind, met.ranks].append(met)
     for (kind, ranks), mets in alike.items():
         taking = [met.took for met in mets if met.took > 0]
-        if len(taking) < MANY:
-            continue
-        share = _latency_share(evidence, mets)
+        share = _latency_share(evidence, mets) if len(taking) >= MANY else 0.0
         if share < LATENCY:
             continue
         within = _are_of_layers(evidence, ranks, exchange=kind == Kind.ALL_TO_ALL)
-        merged = LARGER if within else MERGED
-        saved = share * float(np.mean(taking)) * (1 - 1 / merged)
+        merged, mean = LARGER if within else MERGED, float(np.mean(taking))
+        saved = share * mean * (1 - 1 / merged)
         rows = [row for met in mets for row in met.rows]
         factors = [max(1 - saved / met.took, 0.0) if met.took else 1.0 for met in mets for _ in met.rows]
-        gain = evidence.gain(evidence.scale_durations(rows, factors))
-        if evidence.worth(gain):
-            yield evidence.make_finding(
-                "small messages", "layers" if within else "gradients", gain=gain, rows=rows, count=len(mets),
-                word=Kind(kind).word.replace("_", "-"), merged=merged, each=seconds(float(np.mean(taking))),
-                size=bytes_text(float(np.mean([met.nbytes for met in mets]))), share=percent(share),
-            )  # fmt: skip
+        found += evidence.findings(
+            "small messages", "layers" if within else "gradients", gain=evidence.gain_scaled(rows, factors), rows=rows,
+            count=len(mets), word=Kind(kind).word.replace("_", "-"), merged=merged, each=seconds(mean),
+            size=bytes_text(float(np.mean([met.nbytes for met in mets]))), share=percent(share),
+        )  # fmt: skip
+    return found
 
 
 def _are_of_layers(evidence: Evidence, ranks: tuple[int, ...], *, exchange: bool) -> bool:
-    """Return whether a group shares layers, sequences or experts, so that each layer waits for its own collectives.
-
-    Args:
-        exchange: whether the collectives are all-to-alls.
-    """
+    """Return whether a group shares layers, sequences or, of all-to-alls, experts: each layer waits for its own."""
     plan = evidence.plan
     if plan is None or plan.ranks <= max(ranks):
         return False
-    within = [
-        group
-        for axis in ("tp", "cp", *(("ep",) if exchange else ()))
-        for group in plan.mesh.groups(axis)
-        if len(group) > 1
-    ]
-    return ranks in {tuple(group) for group in within}
+    axes = ("tp", "cp", *(("ep",) if exchange else ()))
+    return len(ranks) > 1 and ranks in {tuple(group) for axis in axes for group in plan.mesh.groups(axis)}
 
 
 def _latency_share(evidence: Evidence, mets: Sequence[_Meeting]) -> float:
@@ -173,15 +151,10 @@ def _meetings(evidence: Evidence) -> list[_Meeting]:
         kind = int(one["kind"])
         if "imported" in evidence.whole.meta and not one["bytes"] and kind != Kind.BARRIER:
             continue
-        ranks = {int(spans["rank"][row]) for row in rows} | (
-            {int(one["peer"])} if kind in MESSAGES else set()
-        )
-        took = max(float(graph.took[node]) for node in each)
-        mets.append(
-            _Meeting(
-                tuple(sorted(ranks)), MESSAGES[1] if kind in MESSAGES else kind, int(one["bytes"]), rows, took
-            )
-        )
+        ranks, took = {int(spans["rank"][row]) for row in rows}, max(float(graph.took[node]) for node in each)
+        if kind in MESSAGES:
+            ranks, kind = ranks | {int(one["peer"])}, MESSAGES[1]
+        mets.append(_Meeting(tuple(sorted(ranks)), kind, int(one["bytes"]), rows, took))
     return mets
 
 
@@ -204,11 +177,11 @@ class _Late(NamedTuple):
     made: float
 
 
-def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if buckets are issued after the backward although their gradients were there before."""
+def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if buckets are issued after the backward although their gradients were there before."""
     graph, late = evidence.graph, _late(evidence)
     if not late:
-        return
+        return []
     took, instead = graph.took.copy(), dict[int, tuple[int, ...]]()
     for each in late:
         for node in graph.of_row.get(each.row, []):
@@ -217,13 +190,11 @@ def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
                 instead[ready] = instead.get(ready, ()) + graph.needs[begin]
                 took[ready] = max(took[ready], each.made)
     gain = evidence.path.step_time - float(graph.play(took, instead=instead).max(initial=0.0))
-    if not evidence.worth(gain):
-        return
     first = max(late, key=lambda each: (each.seconds, -each.number))
     same = [each for each in late if each.number == first.number]
     behind = len({each.number for each in late}) - 1
     more = f", and so do {behind} others" if behind > 1 else ", and so does another one" if behind else ""
-    yield evidence.make_finding(
+    return evidence.findings(
         "late bucket", gain=gain, rows=[each.row for each in same] + [each.row for each in late if each not in same],
         number=first.number, of=first.of, more=more, late=seconds(first.seconds),
         word=Kind(int(evidence.spans["kind"][first.row])).word,
@@ -231,17 +202,15 @@ def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
 
 
 def _late(evidence: Evidence) -> list[_Late]:
-    spans, found = evidence.spans, []
+    spans, found = evidence.spans, list[_Late]()
     actions = (spans["depth"] == 0) & np.isin(spans["kind"], BACKWARDS)
     reduces = np.isin(spans["kind"], REDUCES)
     for rank in range(evidence.graph.world_size):
         backwards = np.flatnonzero(actions & (spans["rank"] == rank) & (spans["end"] > spans["start"]))
         rows = np.flatnonzero(reduces & (spans["rank"] == rank))
-        if not len(backwards) or len(rows) < 2:
-            continue
-        last = int(backwards[np.argmax(spans["end"][backwards])])
-        for group in np.unique(spans["group"][rows]).tolist():
+        for group in np.unique(spans["group"][rows]).tolist() if len(backwards) else []:
             mine = rows[spans["group"][rows] == group]
+            last = int(backwards[np.argmax(spans["end"][backwards])])
             found += _late_of(spans, mine[np.argsort(spans["issued"][mine], kind="stable")], last)
     return found
 
@@ -256,14 +225,7 @@ def _late_of(spans: Array, rows: Array, backward: int) -> list[_Late]:
     ready = start + (end - start) * np.cumsum(size) / size.sum()
     issued, close = spans["issued"][rows], 1e-6 * (end - start)
     return [
-        _Late(
-            row,
-            number + 1,
-            len(rows),
-            float(issued[number] - ready[number]),
-            backward,
-            float(ready[number] - start),
-        )
-        for number, row in enumerate(rows.tolist()[:-1])
-        if issued[number] >= end - close
+        _Late(row, at + 1, len(rows), float(issued[at] - ready[at]), backward, float(ready[at] - start))
+        for at, row in enumerate(rows.tolist()[:-1])
+        if issued[at] >= end - close
     ]

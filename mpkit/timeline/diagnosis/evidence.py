@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,15 +30,11 @@ WORTH = 0.02
 """The share of a step that a cause must cost to be worth a finding: below that, steps differ from each other anyway."""
 
 
-@dataclass(frozen=True)
-class StepWork:
+class StepWork(NamedTuple):
     """The actions of a step, one row each: (n,) arrays.
 
-    Attributes:
-        row: of its span.
-        rank, kind, stage: of the span.
-        took: seconds of work in it, without waits and copies.
-        flops: its FLOPs; 0 if unknown.
+    `row` is that of its span, with its `rank`, `kind` and `stage`; it `took` so many seconds of work, without waits and
+    copies, and has so many `flops`, 0 if unknown.
     """
 
     row: Array
@@ -105,20 +101,28 @@ class Evidence:
         return Plan.from_json(text) if isinstance(text, str) else None
 
     @cached_property
+    def there(self) -> Array:
+        """The rows of its operations that take time."""
+        return np.array(sorted(self.graph.of_row), int)
+
+    @cached_property
     def work(self) -> StepWork:
         """Its actions."""
-        spans, graph = self.spans, self.graph
-        there = np.array(sorted(graph.of_row), int)
-        lane, depth = spans["lane"][there], spans["depth"][there]
-        row = there[(lane == Lane.COMPUTE) & (depth == 0)]
-        took = np.array([graph.took[graph.of_row[int(r)]].sum() for r in row])
-        own = spans[row]
+        own = self.spans[self.there]
+        row = self.there[(own["lane"] == Lane.COMPUTE) & (own["depth"] == 0)]
+        took = np.array([self.graph.took[self.graph.of_row[int(r)]].sum() for r in row])
+        own = self.spans[row]
         return StepWork(row, own["rank"], own["kind"], own["stage"], took, own["flops"])
+
+    @cached_property
+    def stages(self) -> list[frozenset[int]]:
+        """The stages that each rank works on."""
+        ranks = range(self.graph.world_size)
+        return [frozenset(self.work.stage[self.work.rank == rank].tolist()) for rank in ranks]
 
     def rows(self, *kinds: Kind) -> Array:
         """Return the rows of the step's operations of these kinds that take time."""
-        there = np.array(sorted(self.graph.of_row), int)
-        return there[np.isin(self.spans["kind"][there], kinds)]
+        return np.asarray(self.there[np.isin(self.spans["kind"][self.there], kinds)])
 
     # ---- played again -----------------------------------------------------------------------------------------
 
@@ -130,20 +134,12 @@ class Evidence:
         """Return by how many seconds the step would be shorter without the operations of some spans."""
         return self.gain(self.graph.durations_without(self.graph.nodes_of(rows)))
 
-    def scale_durations(
-        self, rows: Iterable[int], factors: Iterable[float], took: Array | None = None
-    ) -> Array:
-        """Return (n,) durations in which some operations take so many times as long.
-
-        Args:
-            rows: of their spans.
-            factors: one for each.
-            took: what to begin with; None: the recorded durations.
-        """
-        changed: Array = (self.graph.took if took is None else took).copy()
+    def gain_scaled(self, rows: Iterable[int], factors: Iterable[float]) -> float:
+        """Return by how many seconds the step would be shorter if some operations took so many times as long."""
+        took: Array = self.graph.took.copy()
         for row, factor in zip(rows, factors, strict=True):
-            changed[self.graph.of_row.get(int(row), [])] *= factor
-        return changed
+            took[self.graph.of_row.get(int(row), [])] *= factor
+        return self.gain(took)
 
     # ---- in words ---------------------------------------------------------------------------------------------
 
@@ -159,11 +155,11 @@ class Evidence:
         """Return whether so many seconds are worth a finding."""
         return gain >= WORTH * self.path.step_time and gain > 0
 
-    def make_finding(
+    def findings(
         self, kind: str, case: str = "", *, gain: float, rows: Iterable[int] = (), ranks: Iterable[int] | None = None,
-        by: str = "replay", urgent: bool = False, remedy: str = "", reason: str = "", **values: object,
-    ) -> Finding:  # fmt: skip
-        """Return a finding in this step, in the words of `findings.toml`.
+        by: str = "replay", urgent: bool = False, reason: str = "", **values: object,
+    ) -> list[Finding]:  # fmt: skip
+        """Return a finding in this step, in the words of `findings.toml`; none if it is not worth one.
 
         Args:
             kind: of the finding.
@@ -172,10 +168,12 @@ class Evidence:
             rows: of the spans in which it is seen.
             ranks: where it is seen; None: those of the spans.
             by: how the gain is known.
-            urgent: whether it is about to end the run.
-            remedy, reason: in place of those in the file.
+            urgent: whether it is about to end the run, whatever it gains.
+            reason: in place of the one in the file.
             values: what the texts name in braces; gain, share (of the step), step, ranks and Ranks are known.
         """
+        if not urgent and not self.worth(gain):
+            return []
         ops = tuple(int(row) for row in rows)
         where = tuple(sorted({int(self.spans["rank"][row]) for row in ops}) if ranks is None else ranks)
         names = self.name_ranks(where) if where else ""
@@ -184,21 +182,9 @@ class Evidence:
             "Ranks": names, "ranks": names[:1].lower() + names[1:], **values,
         }  # fmt: skip
         texts = _texts()[kind] | _texts().get(f"{kind}: {case}", {}) | ({"reason": reason} if reason else {})
-        texts |= {"remedy": remedy} if remedy else {}
         said = {name: text.format_map(known) for name, text in texts.items()}
-        return Finding(
-            kind,
-            said["words"],
-            said["reason"],
-            said["remedy"],
-            gain,
-            by,
-            self.step,
-            where,
-            ops,
-            said["check"],
-            urgent,
-        )
+        whys = said["words"], said["reason"], said["remedy"]
+        return [Finding(kind, *whys, gain, by, self.step, where, ops, said["check"], urgent)]
 
     def explained_seconds(self, rows: Iterable[int], before: Sequence[Finding]) -> float:
         """Return the most seconds that an earlier finding on any of these operations explains."""
@@ -212,8 +198,8 @@ def _texts() -> dict[str, dict[str, str]]:
     return tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
 
 
-Rule = Callable[[Evidence, Sequence[Finding]], Iterable[Finding]]
-"""Yields findings of a step, given those of the rules before it."""
+Rule = Callable[[Evidence, Sequence[Finding]], list[Finding]]
+"""Returns findings of a step, given those of the rules before it."""
 
 
 def list_ranks(numbers: Iterable[str]) -> str:

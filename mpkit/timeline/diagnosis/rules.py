@@ -6,7 +6,7 @@ as well, and a slow rank alone in its stage makes that the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,18 +65,18 @@ def _last(timeline: Timeline) -> tuple[int | None, str]:
     )
 
 
-def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding for the rank with the least memory left, if that is little."""
+def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding for the rank with the least memory left, if that is little."""
     machine, peaks = evidence.machine, evidence.whole.peak_memory_of_run
     if machine is None:
-        return
+        return []
     memory = [machine.device_of(rank).memory for rank in range(len(peaks))]
     shares = [peak["total"] / most if most else 0.0 for peak, most in zip(peaks, memory, strict=True)]
     rank = int(np.argmax(shares))
     if shares[rank] < FULL:
-        return
+        return []
     largest = max(CATEGORIES, key=lambda name: peaks[rank][name])
-    yield evidence.make_finding(
+    return evidence.findings(
         "memory near the limit", largest, gain=0.0, by="", ranks=(rank,), urgent=True, category=largest,
         held=memory_text(peaks[rank]["total"]), memory=memory_text(memory[rank]),
         full=percent(shares[rank]), most=memory_text(peaks[rank][largest]),

@@ -7,7 +7,7 @@ bubble      the schedule played with equal stages, with as many micro-batches an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +37,12 @@ FILLED = 4
 """Micro-batches per stage that are tried: with 4 p of them, 1F1B's bubble (p-1)/(m+p-1) is below 20 %."""
 
 
-def imbalance(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if some rank's stages take longer than the others'."""
+def imbalance(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if some rank's stages take longer than the others'."""
     work = evidence.work
     staged = np.isin(work.kind, STAGED) & (work.stage >= 0)
     if len(np.unique(work.stage[staged])) < 2:
-        return
+        return []
     by_flops = bool((work.flops[staged] > 0).all())
     size = work.flops if by_flops else work.took
     factor = np.ones(len(work.row))
@@ -57,38 +57,40 @@ def imbalance(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding
     largest = int(there[np.argmax(total[there])])
     over = float(total[largest] / total[there].mean())
     rows = work.row[staged]
-    gain = evidence.gain(evidence.scale_durations(rows, factor[staged]))
-    if over < UNEVEN or not evidence.worth(gain):
-        return
+    if over < UNEVEN:
+        return []
     stages = sorted(set(work.stage[staged & (work.rank == largest)].tolist()))
     named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     unit = "FLOPs" if by_flops else "time"
     seconds_of = np.bincount(work.rank[staged], work.took[staged], minlength=evidence.graph.world_size)
     works = float(seconds_of[largest])
     others = float(np.delete(seconds_of[there], np.argmax(total[there])).mean())
-    yield evidence.make_finding(
-        "unbalanced stages", gain=gain, rows=rows, ranks=(largest,), stages=named, over=f"{over:.2f}", unit=unit,
+    return evidence.findings(
+        "unbalanced stages", gain=evidence.gain_scaled(rows, factor[staged]), rows=rows, ranks=(largest,),
+        stages=named, over=f"{over:.2f}", unit=unit,
         works=evidence.share(works), others=evidence.share(others),
     )  # fmt: skip
 
 
-def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if the schedule itself leaves ranks idle, and more micro-batches would not."""
+def bubble(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if the schedule itself leaves ranks idle, and more micro-batches would not."""
     plan = evidence.plan
     if plan is None or plan.pp < 2 or not isinstance(plan.schedule, str):
-        return
+        return []
     p, m, v = plan.pp, plan.microbatches, plan.virtual_stages
     try:
         theory = bubble_in_theory(plan.schedule, p, m, v, recompute=plan.recompute == "full")
-    except KeyError:  # a schedule of somebody's own: no paper says what it would have with more micro-batches
-        return
-    more = _more(evidence, p, m)
-    if more <= m:
-        return
-    try:
         times = stage_times(evidence.one)
+    except KeyError:  # a schedule of somebody's own: no paper says what it would have with more micro-batches
+        return []
     except ValueError:  # not every stage was seen
-        return
+        return []
+    batch = int(evidence.whole.meta.get("batch_size") or 0)
+    # A multiple of the present micro-batches, as many as the batch has samples for at most.
+    samples = batch // (plan.dp * m) if batch else FILLED * p
+    more = m * max(1, min(-(-FILLED * p // m), samples))
+    if more <= m:
+        return []
     mean: dict[str, Any] = {name: float(np.mean(value)) for name, value in times.items()}
     hop = mean.pop("hop")
     shape = Plan(pp=p, schedule=plan.schedule, microbatches=m, virtual_stages=v, recompute=plan.recompute)
@@ -98,22 +100,11 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     # One after the other, more would be no better.
     schedule = ONE_F_ONE_B if plan.schedule == NAIVE else plan.schedule
     then = simulate(replace(shape, schedule=schedule, microbatches=more), **parts, hop=hop).step_time
-    if not evidence.worth(now - then):
-        return
     expects = (
         f"{percent(float(theory))} by the theory of {plan.schedule}" if theory is not None else plan.schedule
     )
-    yield evidence.make_finding(
+    return evidence.findings(
         "schedule's bubble", gain=now - then, by="simulation", ranks=range(evidence.graph.world_size),
         idle_share=percent(even.bubble), expects=expects, p=p, m=m, es="es" * (m > 1), more=more,
         of=f" of {schedule}" * (schedule != plan.schedule), smaller=f"{more / m:g}",
     )  # fmt: skip
-
-
-def _more(evidence: Evidence, p: int, m: int) -> int:
-    """Return the micro-batches to try: a multiple of the present ones, as many as the batch has samples for at most."""
-    plan = evidence.plan
-    assert plan is not None
-    batch = int(evidence.whole.meta.get("batch_size") or 0)
-    samples = batch // (plan.dp * m) if batch else FILLED * p
-    return m * max(1, min(-(-FILLED * p // m), samples))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.units import percent, seconds
-from mpkit.timeline.dependencies.graph import Node
+from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.diagnosis.evidence import WORTH, Evidence, StepWork
 from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind, Lane
@@ -56,21 +56,21 @@ class Late(NamedTuple):
     nodes: Array
 
 
-def stragglers(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding for ranks that are slower than their peers, or come late to what they do together."""
-    together = set[int]()
-    for group in sorted(_late_together(evidence), key=lambda each: -evidence.gain(_on_time(evidence, each))):
-        gain = evidence.gain(_on_time(evidence, group))
+def stragglers(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return findings for ranks that are slower than their peers, or come late to what they do together."""
+    found, together = list[Finding](), set[int]()
+    groups = [(evidence.gain(_on_time(evidence, each)), each) for each in _late_together(evidence)]
+    for gain, group in sorted(groups, key=lambda each: -each[0]):
         if not together & {*group.ranks} and evidence.worth(gain):
             together |= {*group.ranks}
-            yield _group_finding(evidence, group, gain)
+            found += _late_findings(evidence, group, gain)
     late_ones = [late for late in _late_ranks(evidence) if not together & {*late.ranks}]
     awaited = {late.ranks[0] for late in late_ones if late.cause == WORK}
-    yield from (each for each in _slow(evidence, awaited) if not together & {*each.ranks})
+    found += [each for each in _slow(evidence, awaited) if not together & {*each.ranks}]
     for late in late_ones:
-        gain = evidence.gain(_on_time(evidence, late))
-        if late.cause in (HOST, START) and evidence.worth(gain):
-            yield _late_finding(evidence, late, gain)
+        if late.cause in (HOST, START):
+            found += _late_findings(evidence, late, evidence.gain(_on_time(evidence, late)))
+    return found
 
 
 def later_host_removed(evidence: Evidence) -> Array:
@@ -89,13 +89,32 @@ def _on_time(evidence: Evidence, *late: Late) -> Array:
     return np.asarray(graph.took * factor)
 
 
+def _late_findings(evidence: Evidence, late: Late, gain: float) -> list[Finding]:
+    """Return the finding for a rank that comes late, or for ranks that do together."""
+    rank, own = late.ranks[0], float(late.seconds.mean())
+    rows = np.unique(evidence.graph.row[late.nodes])
+    rows, several = rows[rows >= 0], len(late.ranks) > 1
+    others = evidence.name_ranks(late.others)
+    kinds = [Kind(kind).word.replace("_", " ") for kind in np.unique(evidence.spans["kind"][rows]).tolist()]
+    alike = {evidence.stages[each] for each in (*late.ranks, *late.others)}
+    still, are = ("are still", "have been") if several else ("is still", "has been")
+    was_busy = _was_busy(evidence, late)
+    return evidence.findings(
+        "straggler", late.cause + " together" * several, gain=gain, rows=rows, ranks=late.ranks,
+        rank=list(late.ranks) if several else rank, number=evidence.whole.rank_number(rank),
+        arrives=_arrives_last(evidence, rank), lost=lost_time(evidence, rank), own=seconds(own),
+        usual=seconds(late.usual), later=seconds(own - late.usual), others=f"{others[:1].lower()}{others[1:]}",
+        ratio=f"{own / late.usual if late.usual else np.inf:.2f}", kinds=" and ".join(kinds),
+        doing=", which do the same" if len(alike) == 1 else " for as many FLOPs",
+        until=f"{still} at work on the step before" if was_busy else f"{are} given nothing to do",
+    )  # fmt: skip
+
+
 # ---- one rank ---------------------------------------------------------------------------------------------------
 
 
-def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
-    work = evidence.work
-    if not len(work.row):
-        return
+def _slow(evidence: Evidence, awaited_ranks: set[int]) -> list[Finding]:
+    work, found = evidence.work, list[Finding]()
     usual = expected_times(work)
     for rank in np.unique(work.rank).tolist():
         mine = (work.rank == rank) & ~np.isnan(usual)
@@ -103,14 +122,13 @@ def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
         if should <= 0 or took < (AWAITED if rank in awaited_ranks else SLOWER) * should:
             continue
         factor = np.divide(usual, work.took, out=np.ones(len(usual)), where=work.took > 0)
-        gain = evidence.gain(evidence.scale_durations(work.row[mine], np.minimum(factor[mine], 1.0)))
-        if evidence.worth(gain):
-            last = _arrives_last(evidence, rank)
-            yield evidence.make_finding(
-                "straggler", "slow", gain=gain, rows=work.row[mine], ranks=(rank,), rank=rank,
-                number=evidence.whole.rank_number(rank), arrives=f"{last}: it " if last else "",
-                ratio=f"{took / should:.2f}", lost=lost_time(evidence, rank),
-            )  # fmt: skip
+        last = _arrives_last(evidence, rank)
+        found += evidence.findings(
+            "straggler", "slow", gain=evidence.gain_scaled(work.row[mine], np.minimum(factor[mine], 1.0)),
+            rows=work.row[mine], ranks=(rank,), rank=rank, number=evidence.whole.rank_number(rank),
+            arrives=f"{last}: it " if last else "", ratio=f"{took / should:.2f}", lost=lost_time(evidence, rank),
+        )  # fmt: skip
+    return found
 
 
 def expected_times(work: StepWork) -> Array:
@@ -147,8 +165,8 @@ def _paces(work: StepWork, of_kind: Array) -> dict[int, float]:
 def _late_ranks(evidence: Evidence) -> Iterable[Late]:
     """Yield each rank for which the others wait, because it came last to at least half of the collectives."""
     waiting, step = evidence.waits, evidence.path.step_time
-    everyone, nodes_of = range(evidence.graph.world_size), _nodes_by_cause(evidence)
-    spent, stages = _spent(evidence, nodes_of), _stages_by_rank(evidence)
+    everyone, stages = range(evidence.graph.world_size), evidence.stages
+    nodes_of, spent = _by_cause(evidence)
     for rank in everyone:
         for_it = np.delete(waiting.ranks[:, rank], rank)
         often = 2 * waiting.last[rank] >= waiting.collectives > 0
@@ -166,40 +184,21 @@ def _late_ranks(evidence: Evidence) -> Iterable[Late]:
             yield Late((rank,), tuple(beside), cause, np.array([own]), usual[cause], nodes)
 
 
-def _nodes_by_cause(evidence: Evidence) -> dict[str, Array]:
-    """Return, by what a rank can be late with, (n,) which pieces of the step are that."""
+def _by_cause(evidence: Evidence) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return, by what a rank can be late with, (n,) which pieces of the step are that, and (ranks,) seconds of it."""
     graph = evidence.graph
     lane = np.where(graph.row >= 0, evidence.spans["lane"][graph.row], Lane.NONE)
     work = graph.kind == Node.WORK
-    return {
+    nodes_of = {
         HOST: graph.kind == Node.GAP, START: graph.kind == Node.BEFORE,
         DATA: work & (lane == Lane.DATA), WORK: work & (lane != Lane.DATA),
     }  # fmt: skip
+    return nodes_of, {cause: _seconds_of(graph, nodes) for cause, nodes in nodes_of.items()}
 
 
-def _spent(evidence: Evidence, nodes_of: dict[str, Array]) -> dict[str, Array]:
-    """Return (ranks,) seconds by cause."""
-    graph = evidence.graph
-    return {
-        cause: np.bincount(graph.rank[nodes], graph.took[nodes], minlength=graph.world_size)
-        for cause, nodes in nodes_of.items()
-    }
-
-
-def _stages_by_rank(evidence: Evidence) -> list[frozenset[int]]:
-    work = evidence.work
-    return [frozenset(work.stage[work.rank == rank].tolist()) for rank in range(evidence.graph.world_size)]
-
-
-def _late_finding(evidence: Evidence, late: Late, gain: float) -> Finding:
-    rank, own = late.ranks[0], float(late.seconds[0])
-    rows = evidence.graph.row[late.nodes]
-    return evidence.make_finding(
-        "straggler", late.cause, gain=gain, rows=rows[rows >= 0], ranks=(rank,), rank=rank,
-        number=evidence.whole.rank_number(rank), arrives=_arrives_last(evidence, rank), lost=lost_time(evidence, rank),
-        own=seconds(own), usual=seconds(late.usual), later=seconds(own - late.usual),
-        until="is still at work on the step before" if _was_busy(evidence, late) else "has been given nothing to do",
-    )  # fmt: skip
+def _seconds_of(graph: StepGraph, nodes: Array) -> Array:
+    """Return (ranks,) seconds of these pieces."""
+    return np.bincount(graph.rank[nodes], graph.took[nodes], minlength=graph.world_size)
 
 
 def _arrives_last(evidence: Evidence, rank: int) -> str:
@@ -231,8 +230,8 @@ def _was_busy(evidence: Evidence, late: Late) -> bool:
 
 def _late_together(evidence: Evidence) -> Iterable[Late]:
     """Yield two or more ranks that spend about equally more on something than others that do the same."""
-    step, nodes_of = evidence.path.step_time, _nodes_by_cause(evidence)
-    spent, stages = _spent(evidence, nodes_of), _stages_by_rank(evidence)
+    step, stages = evidence.path.step_time, evidence.stages
+    nodes_of, spent = _by_cause(evidence)
     pools = [
         [rank for rank, own in enumerate(stages) if own == these]
         for these in sorted({*stages}, key=lambda own: stages.index(own))
@@ -263,10 +262,10 @@ def _slower_kinds(
     chosen = np.zeros(len(work), bool)
     for kind in np.unique(kinds[work]).tolist():
         these = work & (kinds == kind)
-        took = np.bincount(graph.rank[these], graph.took[these], minlength=graph.world_size)
+        took = _seconds_of(graph, these)
         if took[ranks].mean() >= AWAITED * took[others].mean():
             chosen |= these
-    return chosen, np.bincount(graph.rank[chosen], graph.took[chosen], minlength=graph.world_size)
+    return chosen, _seconds_of(graph, chosen)
 
 
 def split_at_gap(times: Array, least: float) -> tuple[Array, Array]:
@@ -298,22 +297,3 @@ def _work_by_pace(evidence: Evidence) -> Array | None:
     if not (work.flops[staged] > 0).all() or not (flops > 0).all():
         return None
     return np.bincount(work.rank[staged], work.took[staged], minlength=ranks) / flops * float(flops.mean())
-
-
-def _group_finding(evidence: Evidence, late: Late, gain: float) -> Finding:
-    others = evidence.name_ranks(late.others)
-    rows = evidence.graph.row[late.nodes]
-    kinds = np.unique(evidence.spans["kind"][rows[rows >= 0]]).tolist()
-    alike = {
-        stages for rank, stages in enumerate(_stages_by_rank(evidence)) if rank in (*late.ranks, *late.others)
-    }
-    same = f"{others[:1].lower()}{others[1:]}"
-    return evidence.make_finding(
-        "straggler", f"{late.cause} together", gain=gain, rows=np.unique(rows[rows >= 0]), ranks=late.ranks,
-        rank=list(late.ranks), others=same, own=seconds(float(late.seconds.mean())),
-        ratio=f"{float(late.seconds.mean()) / late.usual if late.usual else np.inf:.2f}",
-        kinds=" and ".join(Kind(kind).word.replace("_", " ") for kind in kinds),
-        doing=", which do the same" if len(alike) == 1 else " for as many FLOPs",
-        later=seconds(float(late.seconds.mean()) - late.usual),
-        until="are still at work on the step before" if _was_busy(evidence, late) else "have been given nothing to do",
-    )  # fmt: skip

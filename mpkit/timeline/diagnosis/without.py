@@ -11,7 +11,7 @@ useless recomputation   without recomputed forwards, where at least half of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,9 @@ from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind, Lane
 
 __all__ = [
-    "FULL",
-    "copies",
-    "exposed_communication",
-    "host_bound",
-    "slow_loading",
-    "synchronizing_calls",
+    "FULL", "copies", "exposed_communication", "host_bound", "slow_loading", "synchronizing_calls",
     "useless_recomputation",
-]
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
@@ -52,13 +47,9 @@ ROOMY = 0.5
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
-def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if ranks wait for their share of the batch."""
-    rows = evidence.rows(Kind.DATA)
-    gain = evidence.gain_without(rows)
-    if not evidence.worth(gain):
-        return
-    times = np.array(evidence.one.data_time)
+def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if ranks wait for their share of the batch."""
+    rows, times = evidence.rows(Kind.DATA), np.array(evidence.one.data_time)
     others, longer = split_at_gap(times, WORTH * evidence.path.step_time)
     apart = len(longer) > 0 and times[longer].min() >= UNLIKE * times[others].max()
     ranks = tuple(longer.tolist()) if apart else tuple(np.flatnonzero(times > 0).tolist())
@@ -66,27 +57,27 @@ def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
         f"; the median of the others loads for {seconds(float(np.median(times[others])))}" if apart else ""
     )
     beside += f"; {lost_time(evidence, ranks[0])}" if apart and len(ranks) == 1 else ""
-    yield evidence.make_finding(
-        "data loading", gain=gain, rows=rows, ranks=ranks, load="loads" if len(ranks) == 1 else "load",
-        each=seconds(float(times[list(ranks)].mean())), others=beside,
+    return evidence.findings(
+        "data loading", gain=evidence.gain_without(rows), rows=rows, ranks=ranks,
+        load="loads" if len(ranks) == 1 else "load", others=beside,
+        each=seconds(float(times[list(ranks)].sum()) / max(len(ranks), 1)),
     )  # fmt: skip
 
 
-def synchronizing_calls(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if calls in the loop wait for the device, or for all ranks."""
+def synchronizing_calls(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if calls in the loop wait for the device, or for all ranks."""
     graph, spans = evidence.graph, evidence.spans
     rows = _synchronizing(evidence)
     if not len(rows):
-        return
+        return []
     barriers = rows[spans["kind"][rows] == Kind.BARRIER]
     nodes = np.concatenate([graph.nodes_of(rows), _gaps_behind(evidence, rows)]).astype(int)
-    dropped = set(graph.nodes_of(barriers).tolist())
-    without = graph.play(graph.durations_without(nodes), without=dropped)
-    gain = evidence.path.step_time - float(without.max(initial=0.0))
-    if evidence.worth(gain):
-        what = "barriers" if len(barriers) else "copies of a few bytes to the host"
-        count = f"{len(rows) / len(np.unique(spans['rank'][rows])):g}"
-        yield evidence.make_finding("synchronizing call", what, gain=gain, rows=rows, what=what, count=count)
+    without = graph.play(graph.durations_without(nodes), without={*graph.nodes_of(barriers).tolist()})
+    what = "barriers" if len(barriers) else "copies of a few bytes to the host"
+    return evidence.findings(
+        "synchronizing call", what, gain=evidence.path.step_time - float(without.max(initial=0.0)), rows=rows,
+        what=what, count=f"{len(rows) / len(np.unique(spans['rank'][rows])):g}",
+    )  # fmt: skip
 
 
 def _synchronizing(evidence: Evidence) -> Array:
@@ -103,60 +94,54 @@ def _gaps_behind(evidence: Evidence, rows: Array) -> list[int]:
     return [gap for gap in gaps if own.intersection(graph.needs[gap])]
 
 
-def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if devices stand still between operations for no other reason than their host."""
+def host_bound(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if devices stand still between operations for no other reason than their host."""
     graph = evidence.graph
     behind = _gaps_behind(evidence, _synchronizing(evidence))
     gaps = np.setdiff1d(np.flatnonzero(graph.kind == Node.GAP), behind).astype(int)
+    if not len(gaps):
+        return []
     even = later_host_removed(evidence)
     without = even.copy()
     without[gaps] = 0.0
-    gain = graph.time_with(even) - graph.time_with(without)
-    if not len(gaps) or not evidence.worth(gain):
-        return
     ranks = np.unique(graph.rank[gaps]).tolist()
     idle = float(graph.took[gaps].sum()) / len(ranks)
     trains = bool(np.isin(evidence.spans["kind"], (Kind.BACKWARD, Kind.OPTIMIZER)).any())
-    yield evidence.make_finding(
-        "host-bound", gain=gain, rows=graph.row[gaps].tolist(), ranks=ranks,
+    return evidence.findings(
+        "host-bound", gain=graph.time_with(even) - graph.time_with(without), rows=graph.row[gaps].tolist(), ranks=ranks,
         each=seconds(idle), idle_share=evidence.share(idle), count=f"{len(gaps) / len(ranks):.0f}",
         gap=seconds(float(graph.took[gaps].mean())),
         larger="larger micro-batches, fused optimizers" if trains else "larger batches",
     )  # fmt: skip
 
 
-def copies(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if ranks wait for copies between device and host."""
+def copies(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if ranks wait for copies between device and host."""
     rows = np.setdiff1d(evidence.rows(Kind.COPY_TO_DEVICE, Kind.COPY_TO_HOST), _synchronizing(evidence))
-    gain = evidence.gain_without(rows)
-    if not evidence.worth(gain):
-        return
     spans = evidence.spans[rows]
-    ranks = np.unique(spans["rank"]).tolist()
-    each = float((spans["end"] - spans["start"]).sum()) / len(ranks)
-    yield evidence.make_finding(
-        "copies", gain=gain, rows=rows, y="y" if len(ranks) > 1 else "ies",
-        size=bytes_text(float(spans["bytes"].sum()) / len(ranks)), each=seconds(each) + " each" * (len(ranks) > 1),
+    many = max(len(np.unique(spans["rank"])), 1)
+    return evidence.findings(
+        "copies", gain=evidence.gain_without(rows), rows=rows, y="y" if many > 1 else "ies",
+        size=bytes_text(float(spans["bytes"].sum()) / many),
+        each=seconds(float((spans["end"] - spans["start"]).sum()) / many) + " each" * (many > 1),
     )  # fmt: skip
 
 
-def exposed_communication(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding for each kind of communication that the step would be shorter without, and no rule explains."""
-    spans = evidence.spans
+def exposed_communication(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding for each kind of communication that the step would be shorter without, and no rule explains."""
+    spans, found = evidence.spans, list[Finding]()
     kinds = {Kind(int(kind)) for kind in np.unique(spans["kind"][spans["lane"] == Lane.COMM])}
+    busy, exposed = float(np.mean(evidence.one.comm_time)), float(np.mean(evidence.one.exposed_comm))
     for kind in sorted(kinds - {Kind.SEND, Kind.BARRIER}):
         rows = evidence.rows(*((Kind.SEND, Kind.RECV) if kind == Kind.RECV else (kind,)))
         whole = evidence.gain_without(rows)
-        gain = whole - evidence.explained_seconds(rows, before)
-        if not evidence.worth(gain):
-            continue
-        busy, exposed = float(np.mean(evidence.one.comm_time)), float(np.mean(evidence.one.exposed_comm))
-        yield evidence.make_finding(
-            "exposed communication", kind.word, gain=gain, rows=rows, reason=_late_reason(evidence, rows),
-            whole=evidence.share(whole), time=seconds(whole), count=len(rows), word=kind.word,
+        found += evidence.findings(
+            "exposed communication", kind.word, gain=whole - evidence.explained_seconds(rows, before), rows=rows,
+            reason=_late_reason(evidence, rows), whole=evidence.share(whole), time=seconds(whole), count=len(rows),
+            word=kind.word, busy=seconds(busy), hidden=seconds(busy - exposed),
             what="messages between stages" if kind == Kind.RECV else kind.word.replace("_", "-"),
-            busy=seconds(busy), hidden=seconds(busy - exposed),
         )  # fmt: skip
+    return found
 
 
 def _late_reason(evidence: Evidence, rows: Array) -> str:
@@ -173,23 +158,24 @@ def _late_reason(evidence: Evidence, rows: Array) -> str:
     return f"{share:.0%} {begins}" if share > 0.5 else ""
 
 
-def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if there seems to be room for what is recomputed."""
+def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if there seems to be room for what is recomputed."""
     took = _without_recomputation(evidence)
-    gain = 0.0 if took is None else evidence.gain(took)
     held = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
     # An imported trace may not have the allocator's events: then nothing is known of memory.
-    if not evidence.worth(gain) or not all(held):
-        return
+    if took is None or not all(held):
+        return []
     memory = [evidence.machine.device_of(rank).memory if evidence.machine else 0 for rank in range(len(held))]
     shares = [used / most if most else 0.0 for used, most in zip(held, memory, strict=True)]
     rank = int(np.argmax(shares if all(memory) else held))
-    if shares[rank] <= ROOMY:
-        room = f" of {memory_text(memory[rank])} ({percent(shares[rank])})" if memory[rank] else ""
-        yield evidence.make_finding(
-            "useless recomputation", gain=gain, rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE),
-            number=evidence.whole.rank_number(rank), held=memory_text(held[rank]), room=room,
-        )  # fmt: skip
+    if shares[rank] > ROOMY:
+        return []
+    room = f" of {memory_text(memory[rank])} ({percent(shares[rank])})" if memory[rank] else ""
+    return evidence.findings(
+        "useless recomputation", gain=evidence.gain(took),
+        rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE), number=evidence.whole.rank_number(rank),
+        held=memory_text(held[rank]), room=room,
+    )  # fmt: skip
 
 
 def _without_recomputation(evidence: Evidence) -> Array | None:
@@ -198,8 +184,7 @@ def _without_recomputation(evidence: Evidence) -> Array | None:
     again = np.flatnonzero((spans["kind"] == Kind.RECOMPUTE) & (spans["lane"] == Lane.COMPUTE))
     if not len(again):
         return None
-    outer = again[spans["depth"][again] == 0]
-    took = graph.durations_without(graph.nodes_of(outer))
+    took = graph.durations_without(graph.nodes_of(again[spans["depth"][again] == 0]))
     back = evidence.work.row[np.isin(evidence.work.kind, BACKWARDS)]
     for row in again[spans["depth"][again] > 0].tolist():
         length = float(spans["end"][row] - spans["start"][row])

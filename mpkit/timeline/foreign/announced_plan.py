@@ -390,10 +390,6 @@ def plan_of_mesh(trace: Trace, plan: Plan | None) -> Plan | None:
 
     Ranks of a mesh are numbered with pp outermost and tp innermost. A program may number them otherwise: then some
     group spans axes of which it should know only one.
-
-    Args:
-        trace: an imported trace.
-        plan: the plan of its program.
     """
     if plan is None or plan.ranks != trace.world_size or plan.ranks == 1:
         return None

@@ -201,14 +201,7 @@ def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
 def _waits(
     rows: Sequence[OpRow], work: DeviceWork, actions: Sequence[ProfiledAction], *, on_device: bool
 ) -> list[OpRow]:
-    """Return the waits of one rank.
-
-    Args:
-        rows: its communications and actions.
-        work: what it computes.
-        actions: its actions.
-        on_device: whether its work is that of a GPU, which a host launches.
-    """
+    """Return the waits of one rank."""
     comms = sorted((i for i, row in enumerate(rows) if 32 <= row.kind < 64), key=lambda i: rows[i].end)
     ends = [rows[i].end for i in comms]
     outer = [row for row in rows if row.kind < Kind.WAIT and row.depth == 0]

@@ -42,10 +42,6 @@ def import_traces(
 ) -> Trace:
     """Return the Trace of these files.
 
-    Args:
-        paths: what torch.profiler wrote, one file per rank.
-        progress: is called with a file and the bytes of it that have been read.
-
     Raises:
         TraceError: a file is no JSON, there are no events of torch.profiler's, or two files are of the same rank.
     """

@@ -17,14 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def read_sent_parts(rank: int, parts: Array, ops: Array, lines: NameLines) -> Array:
-    """Return (n,) of `PART_SENT`: (n,) of `SENT_PART` without those of ops that are not complete.
-
-    Args:
-        rank: who sends.
-        parts: what its all-to-alls send.
-        ops: (m,) of `OP`, as far as they are known.
-        lines: the numbers of its names in the timeline.
-    """
+    """Return (n,) of `PART_SENT`: (n,) of `SENT_PART` without those of ops that are not complete."""
     parts = parts[parts["op"] < len(ops)]
     parts = parts[ops["end"][parts["op"]] != 0]
     of = ops[parts["op"]]
@@ -35,13 +28,7 @@ def read_sent_parts(rank: int, parts: Array, ops: Array, lines: NameLines) -> Ar
 
 
 def measured_samples(rank: int, samples: Array, origin: int) -> Array:
-    """Return (n,) of `DEVICE_SAMPLE` on the wall clock: (n,) of `SAMPLE`, without those before the first op.
-
-    Args:
-        rank: the rank whose GPU was sampled.
-        samples: its samples.
-        origin: ns of the machine's monotonic clock at time 0.
-    """
+    """Return (n,) of `DEVICE_SAMPLE` on the wall clock: (n,) of `SAMPLE`, without those before the first op."""
     return _sample_at(rank, samples, (samples["time"] - origin) * 1e-9)
 
 

@@ -82,11 +82,7 @@ class ReplayResult:
     sent_parts: Array = field(default_factory=lambda: np.zeros(0, PART_SENT))
 
     def rank_number(self, rank: int) -> str:
-        """Return the number that a rank has in its program: an imported trace may be of rank 3 alone; "?": unknown.
-
-        Args:
-            rank: its number here, from 0.
-        """
+        """Return the number that a rank has in its program: an imported trace may be of rank 3 alone; "?": unknown."""
         numbers = self.meta.get("imported", {}).get("ranks", [])
         return str(rank) if rank >= len(numbers) else "?" if numbers[rank] is None else str(numbers[rank])
 

@@ -64,9 +64,6 @@ TRIAL = ("played", "own", "trial")
 def esm(more: tuple[str, ...] = ()) -> str:
     """Return the module's source, for a widget's `_esm` or for `<script type="module">`.
 
-    Args:
-        more: files that follow, such as TRIAL.
-
     >>> esm().count("export default")
     1
     """

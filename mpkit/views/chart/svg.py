@@ -50,10 +50,6 @@ def chart_svg(chart: Chart, width: int = 960) -> str:
     >>> drawn = chart_svg(Chart("Sums", [Panel([Series("a", [1, 2]), Series("b", [3, 4])], ["x", "y"])]))
     >>> drawn.count("<rect class=")  # the ground, four bars, two keys
     7
-
-    Args:
-        chart: what to draw.
-        width: in pixels; of narrow charts, fewer panels stand side by side.
     """
     inks, space = Inks(), width - 2 * MARGIN
     across = max(1, min(chart.across, len(chart.panels), int(space / chart.least)))

@@ -170,13 +170,7 @@ class Dashboard:
             self._output.value = parts.output(self._lines)
 
     def finish(self, timeline: Timeline, message: str = "", *, status: str = "finished") -> None:
-        """End the dashboard: show the whole timeline, and keep pictures for readers without a kernel.
-
-        Args:
-            timeline: the timeline of the whole run.
-            message: the error, if there was one.
-            status: "finished", "stopped" or "failed".
-        """
+        """End the dashboard: show the whole timeline, and keep pictures for readers without a kernel."""
         with self._lock:
             self.timeline.replace(timeline)
             self.timeline.live = False
@@ -325,10 +319,6 @@ def show_waiting(cluster: Cluster, plan: Plan, steps: int) -> Dashboard:
 
 def show_run(run: Execution, board: Dashboard | None = None) -> RunView:
     """Display a run's dashboard here, and return its view, which has to be notified of the run's progress.
-
-    Args:
-        run: the run.
-        board: what is displayed of it already, since it was prepared.
 
     If this cell was run before, the front end has cleared its output. A run from then that is still going, on a cluster
     that has been replaced since, could no longer be seen or stopped by anyone, so it is stopped here.

@@ -88,12 +88,7 @@ def _neighbours(ranks: int, axis: str) -> list[LaneGroup]:
 
 
 def groups_trait(groups: Sequence[LaneGroup], ranks: int) -> list[dict[str, Any]]:
-    """Return the groups in the form that the browser takes.
-
-    Args:
-        groups: the groups of the ranks.
-        ranks: the number of ranks.
-    """
+    """Return the groups in the form that the browser takes."""
     return [
         {
             "heading": group.heading,

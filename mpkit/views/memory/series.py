@@ -36,10 +36,6 @@ __all__ = [
 def peak_words(timeline: Timeline, like: float = 0) -> str:
     """Say what the fullest rank held when it held most, and what it was doing; "" if nothing is held.
 
-    Args:
-        timeline: of the ranks.
-        like: the largest amount beside these words, whose unit they have too; 0: that of the fullest rank.
-
     >>> import mpkit as mk
     >>> peak_words(mk.simulate(mk.Plan.pipeline("1f1b", 2, 4)))
     'GPU 0 holds most: 2 micro-batches at 1.00 s, in forward of micro-batch 1; alive: micro-batches 0 and 1.'

@@ -61,12 +61,7 @@ class RankBox(NamedTuple):
 
 
 def placement_svg(placement: Placement, width: int = 960) -> str:
-    """Draw the picture as a standalone SVG document.
-
-    Args:
-        placement: what to draw.
-        width: in pixels, at least; many ranks need more.
-    """
+    """Draw the picture as a standalone SVG document."""
     boxes = _boxes(placement, width)
     right, bottom = max(box.x + box.wide for box in boxes), max(box.y for box in boxes) + TALL
     whole = max(width, right + MARGIN + 10)

@@ -166,12 +166,7 @@ BAR, SPACE = 16.0, 44.0
 
 
 def comparison_svg(comparison: Comparison, width: int = 960) -> str:
-    """Draw the timelines below each other on the axis of the longest, and below each where its time goes.
-
-    Args:
-        comparison: what to draw.
-        width: in pixels.
-    """
+    """Draw the timelines below each other on the axis of the longest, and below each where its time goes."""
     room = max(row.timeline.step_time for row in comparison.rows)
     gutter = max(gutter_of(picture(row.timeline)) for row in comparison.rows)
     left, scale = MARGIN + gutter, (width - gutter - 2 * MARGIN) / room if room else 0.0

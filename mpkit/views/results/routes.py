@@ -26,11 +26,7 @@ TOP, TALL, GAP, APART, BOX, LABEL = 56.0, 240.0, 3.0, 12.0, 12.0, 64.0
 
 
 def routes_text(routes: TokenRoutes) -> str:
-    """Return the matrix: a line per rank with tokens, a column per rank with experts.
-
-    Args:
-        routes: what to show.
-    """
+    """Return the matrix: a line per rank with tokens, a column per rank with experts."""
     matrix = routes.matrix
     rows = [["", *(f"to {rank}" for rank in routes.ranks)]]
     rows += [
@@ -43,12 +39,7 @@ def routes_text(routes: TokenRoutes) -> str:
 
 
 def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
-    """Draw the ribbons.
-
-    Args:
-        routes: what to draw.
-        width: in pixels.
-    """
+    """Draw the ribbons."""
     ranks, rows, total = routes.ranks, routes.rows, max(float(routes.rows.sum()), 1.0)
     scale = TALL / total
     left, right = MARGIN + LABEL, width - MARGIN - 2 * LABEL - 2 * BOX

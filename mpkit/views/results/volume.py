@@ -38,11 +38,7 @@ def _cells(volume: CommVolume) -> list[list[str]]:
 
 
 def volume_text(volume: CommVolume) -> str:
-    """Return the table for a terminal.
-
-    Args:
-        volume: what to show.
-    """
+    """Return the table for a terminal."""
     rows = [HEAD, *_cells(volume)]
     if not volume.rows:
         return f"{volume.of}: nothing{' that is known' if volume.unknown else ''}."
@@ -57,11 +53,7 @@ def _align(column: int) -> str:
 
 
 def volume_html(volume: CommVolume) -> str:
-    """Return the table as HTML, a row per axis and kind; below each formula, what it describes in words.
-
-    Args:
-        volume: what to show.
-    """
+    """Return the table as HTML, a row per axis and kind; below each formula, what it describes in words."""
     rows = _cells(volume)
     cell = "padding:4px 14px 4px 0;border:none;vertical-align:top;background:none"
 

@@ -83,12 +83,7 @@ def subtract_spans(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDAr
 
 
 def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted.
-
-    Args:
-        mine: the rank's spans.
-        extents: those of the steps of all ranks, as `step_extents` returns them.
-    """
+    """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted."""
     working = subtract_spans(
         metrics.covered_times(metrics.waits_within(mine)), metrics.covered_times(metrics.work(mine))
     )

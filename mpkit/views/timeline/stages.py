@@ -30,12 +30,7 @@ def layers_of_stages(timeline: Timeline) -> list[list[str]]:
 
 
 def layers_of_span(layers: list[str], span: Any) -> str:
-    """Return the layers of an action of the compute lane, in words; "" for other spans.
-
-    Args:
-        layers: the words of each stage, as `layer_words` returns them.
-        span: a record of `SPAN`, or a mapping with its columns.
-    """
+    """Return the layers of an action of the compute lane, in words; "" for other spans."""
     stage = int(span["stage"])
     acts = span["lane"] == Lane.COMPUTE and span["kind"] != Kind.WAIT and not span["depth"]
     return layers[stage] if acts and 0 <= stage < len(layers) else ""
@@ -83,15 +78,7 @@ def chunk_of(stages: dict[int, list[int]], timeline: Timeline, box: npt.NDArray[
 
 
 def bars(chunk: int, look: str, x: float, foot: float, width: float) -> str:
-    """Draw the bars of a block as SVG, in the colour of its text.
-
-    Args:
-        chunk: which of its rank's stages the block is of.
-        look: the class of its text.
-        x: the left of the block.
-        foot: its lower edge.
-        width: its width.
-    """
+    """Draw the bars of a block as SVG, in the colour of its text."""
     return "".join(
         f'<rect class="{look}" x="{x + 1.5:.2f}" y="{foot - 4 - 4 * bar:g}" width="{width - 3:.2f}" height="2"/>'
         for bar in range(min(chunk, 4))

@@ -56,12 +56,7 @@ TRACKS = (
 
 
 def _device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any], bytes]]:
-    """Return each track that any GPU tells something of: its head and its values, as `tracks.pack_tracks` has them.
-
-    Args:
-        timeline: whose GPUs.
-        points: the most moments per rank and track; of each stretch of time the highest is kept.
-    """
+    """Return each track that any GPU tells something of: its head and its values, as `tracks.pack_tracks` has them."""
     packed = []
     for track in TRACKS:
         curves = [curve(timeline, rank, track, points) for rank in range(timeline.world_size)]
@@ -91,14 +86,7 @@ def _device_head(track: DeviceTrack) -> Head:
 def curve(
     timeline: Timeline, rank: int, track: DeviceTrack, points: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return one rank's track as steps: times (n,) and, from each on, levels (n, columns); none if nothing is known.
-
-    Args:
-        timeline: whose samples.
-        rank: the rank.
-        track: what is drawn of it.
-        points: the most moments.
-    """
+    """Return one rank's track as steps: times (n,) and, from each on, levels (n, columns); none if nothing is known."""
     samples = _samples_of(timeline, rank)
     levels = np.stack([samples[column] for column in track.columns], axis=1)
     known = ~np.isnan(levels).any(axis=1)
@@ -160,10 +148,6 @@ MOMENTS = 24_000
 
 def expected_tracks(ranks: int, *, gpus: bool = False) -> Head:
     """Return the head of tracks of which nothing is known yet, so that their place is kept free.
-
-    Args:
-        ranks: the number of ranks.
-        gpus: whether their GPUs are sampled.
 
     >>> expected_tracks(4)["tracks"][0]["ranks"]
     []

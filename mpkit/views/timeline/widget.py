@@ -251,11 +251,7 @@ class TimelineView(anywidget.AnyWidget):
             self.room = max(self.room, length_with_waits(timeline, begin))
 
     def expect_tracks(self, *, gpus: bool = False) -> None:
-        """Keep a place for the tracks, of which nothing is known yet, so that nothing moves when they come.
-
-        Args:
-            gpus: whether the ranks' GPUs are sampled.
-        """
+        """Keep a place for the tracks, of which nothing is known yet, so that nothing moves when they come."""
         self.tracks_head = expected_tracks(len(self.labels), gpus=gpus)
 
     def set_tracks(self, timeline: Timeline) -> None:
