@@ -113,7 +113,7 @@ def length(intervals: Array) -> float:
 
 
 def exposed_seconds(comm: Array, compute: Array) -> float:
-    """Return the seconds in which a rank communicates but does not compute; waits inside its actions are not computing."""
+    """Return the seconds in which a rank communicates and does not compute; waits inside actions do not compute."""
     there, works, waits = (
         covered_times(comm),
         covered_times(work(compute)),
