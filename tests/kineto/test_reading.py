@@ -81,7 +81,7 @@ def test_a_file_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path, zipped: b
 def test_traces_of_other_tools_are_refused_with_who_shows_them(tmp_path: Path) -> None:
     spans = [{"ph": "X", "cat": "own", "name": "outer", "pid": 7, "tid": 1, "ts": 0, "dur": 10}]
     with pytest.raises(
-        TraceError, match=r"spans\.json: there are no events .* but own\. .*perfetto\.dev shows"
+        TraceError, match=r"spans\.json: there are no events .*, but own\. .*perfetto\.dev shows"
     ):
         mk.open(written(tmp_path / "spans.json", json.dumps(spans)))
 

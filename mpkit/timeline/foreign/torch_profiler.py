@@ -46,17 +46,7 @@ def import_traces(
         TraceError: a file is no JSON, there are no events of torch.profiler's, or two files are of the same rank.
     """
     parts = [Events(path, lambda done, path=path: progress(path, done)) for path in paths]  # type: ignore[misc]
-    if not any(events.is_kineto for events in parts):
-        others = (
-            f" but {', '.join(sorted({*each}))}"
-            if (each := {c for e in parts for c in e.unknown if c})
-            else ""
-        )
-        raise TraceError(
-            f"{', '.join(events.about.source for events in parts)}: there are no events of the categories of "
-            f"torch.profiler's that take time{others}. mk.open takes what torch.profiler's export_chrome_trace writes; "
-            "ui.perfetto.dev shows traces of other tools"
-        )
+    _refuse_others(parts)
     parts = _in_order(parts)
     numbers = _ranks_of(parts)
     index = {rank: at for at, rank in enumerate(numbers)}
@@ -98,6 +88,18 @@ def import_traces(
         "first_step": min((int(step) for rank in ranks for step in rank.ops["step"] if step >= 0), default=0),
     }
     return Trace(ranks, meta).check()
+
+
+def _refuse_others(parts: Sequence[Events]) -> None:
+    """Raise a TraceError for files without any event of torch.profiler's."""
+    if any(events.is_kineto for events in parts):
+        return
+    there = ", ".join(sorted({category for events in parts for category in events.unknown if category}))
+    raise TraceError(
+        f"{', '.join(events.about.source for events in parts)}: there are no events of the categories of "
+        f"torch.profiler's that take time{f', but {there}' if there else ''}. mk.open takes what torch.profiler's "
+        "export_chrome_trace writes; ui.perfetto.dev shows traces of other tools"
+    )
 
 
 def _in_order(parts: list[Events]) -> list[Events]:
