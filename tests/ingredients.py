@@ -323,7 +323,7 @@ LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Any]]] = {
     "masked mean": lambda: _masked_mean,
     "(total, count)": lambda: _rows,
     "mean_loss": lambda: mk.mean_loss(F.cross_entropy),
-    "mean_loss, weights": lambda: mk.mean_loss(F.cross_entropy, weight=CLASS_WEIGHT),
+    "mean_loss, weights": lambda: mk.mean_loss(nn.CrossEntropyLoss(CLASS_WEIGHT)),
     "sum": lambda: lambda o, t: F.mse_loss(o, one_hot(t), reduction="sum"),
     "root of the mean": lambda: lambda o, t: mse(o, t).sqrt(),
     "with deviation": lambda: lambda o, t: mse(o, t) + 0.1 * o.std(),

@@ -70,8 +70,7 @@ NAMES = (
     # record the program's own calls of torch.distributed, and not mpkit's twice
     (
         "torch._C",
-        "DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _dispatch_get_all_op_names "
-        "_dispatch_keyset_full_after",
+        "DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _dispatch_keyset_full_after",
     ),
     # record when functional collectives complete
     ("torch:ops._c10d_functional", "wait_tensor"),

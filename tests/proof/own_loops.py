@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -56,97 +57,90 @@ def data(index: int, of: int, seed: int = 5) -> tuple[Tensor, Tensor]:
     return x.chunk(of)[index], y.chunk(of)[index]
 
 
-def seeded(ctx: Any, make: Callable[[], nn.Module] = Block, *, by_rank: bool = False) -> nn.Module:
-    """Return a model that is the same on every rank, and seed dropout by rank."""
-    torch.manual_seed(ctx.rank if by_rank else 0)
-    module = make()
-    torch.manual_seed(100 + ctx.rank)
-    return module
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def steps(
-    model: nn.Module, proof: Any, optimizer: torch.optim.Optimizer, index: int, of: int, *, count: int = 3,
+def loop(
+    ctx: Any, wrap: Callable[[Any], Any] = lambda module: module, make: Callable[[], nn.Module] = Block, *,
+    seeds: tuple[int, int | None] = (0, None), proved: int = 2, tp: Any = None, dtype: torch.dtype | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, batch: tuple[int, int] | None = None,
     microbatches: int = 1, extra: bool = True, clip: Callable[[nn.Module], Any] = lambda model: None,
     average: Callable[[nn.Module], None] = lambda model: None,
-    no_sync: Callable[[nn.Module, bool], Any] = lambda model, last: nullcontext(),
+    no_sync: Callable[[Any, bool], Any] = lambda model, last: nullcontext(),
 ) -> str:  # fmt: skip
-    """Train, and return the proof's line."""
-    for step in range(count):
-        optimizer.zero_grad()
-        x, y = data(index, of, seed=step)
+    """Train a model as `wrap` wraps it, and return the line of its proof.
+
+    Args:
+        seeds: of the model, the same on every rank, and of dropout, another on each.
+        batch: which part of the batch this rank has, of how many.
+    """
+    torch.manual_seed(seeds[0])
+    module = make()
+    torch.manual_seed(100 + ctx.rank if seeds[1] is None else seeds[1])
+    plain = copy.deepcopy(module)
+    model = wrap(module)
+    proof = mk.prove(model, plain, proved, tp=tp, dtype=dtype)
+    updates = optimizer(model.parameters())
+    for step in range(3):
+        updates.zero_grad()
+        x, y = data(*batch or (ctx.rank, ctx.world_size), seed=step)
         parts = list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
         for number, (a, b) in enumerate(parts):
-            with no_sync(model, number + 1 == len(parts)):
+            last = number + 1 == len(parts)
+            with no_sync(model, last):
                 (F.mse_loss(model(a, extra), b) / microbatches).backward()
-            if number + 1 == len(parts):
+            if last:
                 average(model)
         clip(model)
-        optimizer.step()
+        updates.step()
     return str(proof.line)
+
+
+def clipped(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def averaged(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def mesh_of(*shape: int) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "other")[: len(shape)])
 
 
 # ---- right
 
 
 def ddp(ctx: Any) -> str:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-
     def no_sync(model: Any, last: bool) -> Any:
         return nullcontext() if last else model.no_sync()
 
-    def clip(model: nn.Module) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    proof = mk.prove(model, plain, 2)
-    return steps(
-        model, proof, sgd(model), ctx.rank, ctx.world_size, microbatches=2, clip=clip, no_sync=no_sync
-    )
+    return loop(ctx, DistributedDataParallel, microbatches=2, clip=clipped, no_sync=no_sync)
 
 
 def ddp_unused(ctx: Any) -> str:
-    module = seeded(ctx, Block)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module, find_unused_parameters=True)
-    proof = mk.prove(model, plain, 2)
-    return steps(model, proof, sgd(model), ctx.rank, ctx.world_size, extra=ctx.rank > 0)
+    wrap = partial(DistributedDataParallel, find_unused_parameters=True)
+    return loop(ctx, wrap, extra=ctx.rank > 0)
 
 
 def ddp_batchnorm(ctx: Any) -> str:
-    module = seeded(ctx, Normed)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    return steps(model, mk.prove(model, plain, 2), sgd(model), ctx.rank, ctx.world_size)
+    return loop(ctx, DistributedDataParallel, Normed)
 
 
 def by_hand(ctx: Any) -> str:
-    model = seeded(ctx)
-    proof = mk.prove(model, copy.deepcopy(model), 2)
-
-    def average(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ctx.world_size
-
-    def clip(model: nn.Module) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    return steps(model, proof, sgd(model), ctx.rank, ctx.world_size, average=average, clip=clip)
+    return loop(ctx, average=averaged, clip=clipped)
 
 
 def zero(ctx: Any) -> str:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    return steps(model, mk.prove(model, plain, 2), optimizer, ctx.rank, ctx.world_size)
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01)
+
+    return loop(ctx, DistributedDataParallel, optimizer=optimizer)
 
 
 def sharded(module: Any, mesh: Any, **how: Any) -> Any:
@@ -156,37 +150,22 @@ def sharded(module: Any, mesh: Any, **how: Any) -> Any:
 
 
 def fsdp(ctx: Any) -> str:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = sharded(module, init_device_mesh("cpu", (ctx.world_size,)))
-
-    def clip(model: nn.Module) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
     def no_sync(model: Any, last: bool) -> Any:
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    proof = mk.prove(model, plain, 2)
-    return steps(
-        model, proof, sgd(model), ctx.rank, ctx.world_size, microbatches=2, clip=clip, no_sync=no_sync
-    )
+    wrap = partial(sharded, mesh=mesh_of(ctx.world_size))
+    return loop(ctx, wrap, microbatches=2, clip=clipped, no_sync=no_sync)
 
 
 def fsdp_bf16(ctx: Any) -> str:
-    module = seeded(ctx, lambda: Block(0.0))
-    plain = copy.deepcopy(module)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = sharded(module, init_device_mesh("cpu", (ctx.world_size,)), mp_policy=policy)
-    proof = mk.prove(model, plain, 2, dtype=torch.bfloat16)
-    return steps(model, proof, sgd(model), ctx.rank, ctx.world_size)
+    wrap = partial(sharded, mesh=mesh_of(ctx.world_size), mp_policy=policy)
+    return loop(ctx, wrap, lambda: Block(0.0), dtype=torch.bfloat16)
 
 
 def hybrid(ctx: Any) -> str:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = sharded(module, init_device_mesh("cpu", (2, ctx.world_size // 2), mesh_dim_names=("dp", "shard")))
-    return steps(model, mk.prove(model, plain, 2), sgd(model), ctx.rank, ctx.world_size)
+    return loop(ctx, partial(sharded, mesh=mesh_of(2, ctx.world_size // 2)))
 
 
 def in_width(module: Any, mesh: Any) -> Any:
@@ -194,30 +173,21 @@ def in_width(module: Any, mesh: Any) -> Any:
 
 
 def tensor_parallel(ctx: Any) -> str:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    mesh = init_device_mesh("cpu", (ctx.world_size,))
-    model = in_width(module, mesh)
-    return steps(model, mk.prove(model, plain, 2, tp=mesh), sgd(model), 0, 1)
+    mesh = mesh_of(ctx.world_size)
+    return loop(ctx, partial(in_width, mesh=mesh), tp=mesh, batch=(0, 1))
 
 
 def two_dimensions(ctx: Any) -> str:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    mesh = init_device_mesh("cpu", (2, ctx.world_size // 2), mesh_dim_names=("dp", "tp"))
-    model = in_width(module, mesh["tp"])
-    for layer in (model.up, model.down):
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    proof = mk.prove(model, plain, 2, tp=mesh["tp"])
-    return steps(model, proof, sgd(model), mesh["dp"].get_local_rank(), 2)
+    mesh = mesh_of(2, ctx.world_size // 2)
+
+    def wrap(module: Any) -> Any:
+        return sharded(in_width(module, mesh["other"]), mesh["dp"])
+
+    return loop(ctx, wrap, tp=mesh["other"], batch=(mesh["dp"].get_local_rank(), 2))
 
 
 def mpkit_ddp(ctx: Any) -> str:
-    module = seeded(ctx, Normed)
-    plain = copy.deepcopy(module)
-    model = mk.ddp(module)
-    return steps(model, mk.prove(model, plain, 2), sgd(model), ctx.rank, ctx.world_size)
+    return loop(ctx, mk.ddp, Normed)
 
 
 def mpkit_mesh(ctx: Any) -> str:
@@ -225,9 +195,9 @@ def mpkit_mesh(ctx: Any) -> str:
     torch.manual_seed(0)
     module = mk.models.MLP(8, 8)
     plain = copy.deepcopy(module)
-    mesh = init_device_mesh("cpu", (2, ctx.world_size // 2), mesh_dim_names=("dp", "tp"))
-    model = mk.ddp(mk.tensor_parallel(module, group=mesh["tp"]), group=mesh["dp"])
-    proof, optimizer = mk.prove(model, plain, 2), sgd(model)
+    mesh = mesh_of(2, ctx.world_size // 2)
+    model = mk.ddp(mk.tensor_parallel(module, group=mesh["other"]), group=mesh["dp"])
+    proof, optimizer = mk.prove(model, plain, 2), sgd(model.parameters())
     for step in range(3):
         optimizer.zero_grad()
         x, _ = data(mesh["dp"].get_local_rank(), 2, seed=step)
@@ -247,103 +217,80 @@ ON_FOUR = (ddp, zero, fsdp, hybrid, two_dimensions, mpkit_mesh)
 
 def sum_for_mean(ctx: Any) -> None:
     """A communication hook of DDP that sums and does not divide."""
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
 
     def total(done: Any) -> Tensor:
         made: Tensor = done.value()[0]
         return made
 
-    hook: Any = lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(total)  # noqa: E731
-    model.register_comm_hook(None, hook)
-    steps(model, mk.prove(model, plain), sgd(model), ctx.rank, ctx.world_size)
+    def hook(_: Any, bucket: Any) -> Any:
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(total)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        model = DistributedDataParallel(module)
+        model.register_comm_hook(None, hook)
+        return model
+
+    loop(ctx, wrap)
 
 
 def no_reduction(ctx: Any) -> None:
     """Only backwards within no_sync()."""
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    proof = mk.prove(model, plain)
-    steps(model, proof, sgd(model), ctx.rank, ctx.world_size, no_sync=lambda model, last: model.no_sync())
+    loop(ctx, DistributedDataParallel, no_sync=lambda model, last: model.no_sync())
 
 
 def stale_shard(ctx: Any) -> None:
     """A ZeroRedundancyOptimizer that does not send what a rank has updated."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with patch.object(ZeroRedundancyOptimizer, "_sync_params", lambda self: None):
-        steps(model, mk.prove(model, plain), optimizer, ctx.rank, ctx.world_size)
+        zero(ctx)
 
 
 def stale_unsharded(ctx: Any) -> None:
     """FSDP2 that keeps gathered parameters over an update."""
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = sharded(module, init_device_mesh("cpu", (ctx.world_size,)), reshard_after_forward=False)
-    for inner in (model, model.up, model.down):
-        inner.set_reshard_after_backward(False)
-    steps(model, mk.prove(model, plain, 2), sgd(model), ctx.rank, ctx.world_size)
+
+    def wrap(module: Any) -> Any:
+        model = sharded(module, mesh_of(ctx.world_size), reshard_after_forward=False)
+        for inner in (model, model.up, model.down):
+            inner.set_reshard_after_backward(False)
+        return model
+
+    loop(ctx, wrap)
 
 
 def same_mask(ctx: Any) -> None:
-    module = seeded(ctx)
-    torch.manual_seed(0)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    steps(model, mk.prove(model, plain), sgd(model), ctx.rank, ctx.world_size)
+    loop(ctx, DistributedDataParallel, seeds=(0, 0))
 
 
 def same_mask_in_width(ctx: Any) -> None:
     """Tensor parallelism whose ranks drop out the same of different features."""
-    module = seeded(ctx)
-    torch.manual_seed(0)
-    plain = copy.deepcopy(module)
-    mesh = init_device_mesh("cpu", (ctx.world_size,))
-    model = in_width(module, mesh)
-    steps(model, mk.prove(model, plain, tp=mesh), sgd(model), 0, 1)
+    mesh = mesh_of(ctx.world_size)
+    loop(ctx, partial(in_width, mesh=mesh), tp=mesh, batch=(0, 1), seeds=(0, 0))
 
 
 def skipped_unused(ctx: Any) -> None:
     """A mean by hand that leaves out what some ranks have not used."""
-    model = seeded(ctx)
-    proof = mk.prove(model, copy.deepcopy(model))
 
-    def average(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if not name.startswith("extra"):
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= ctx.world_size
+    def average(model: Any) -> None:
+        for part in (model.up, model.down, model.head):
+            averaged(part)
 
-    steps(model, proof, sgd(model), ctx.rank, ctx.world_size, average=average, extra=ctx.rank > 0)
+    loop(ctx, average=average, extra=ctx.rank > 0)
 
 
 def wrong_accumulation(ctx: Any) -> None:
     """Sums over the ranks after each micro-batch, and divides at the end: the first one counts several times."""
-    model = seeded(ctx)
-    proof = mk.prove(model, copy.deepcopy(model))
-    optimizer = sgd(model)
-    x, y = data(ctx.rank, ctx.world_size)
-    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        F.mse_loss(model(a, True), b).backward()
-        for parameter in model.parameters():
+
+    def no_sync(model: Any, last: bool) -> Any:
+        for parameter in model.parameters() if last else ():
             dist.all_reduce(parameter.grad)
-    for parameter in model.parameters():
-        parameter.grad /= ctx.world_size
-    optimizer.step()
-    assert not proof.active
+        return nullcontext()
+
+    loop(ctx, microbatches=2, average=averaged, no_sync=no_sync)
 
 
 def local_clip(ctx: Any) -> None:
     """Clips FSDP2's gradients by the norm of this rank's part."""
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = sharded(module, init_device_mesh("cpu", (ctx.world_size,)))
 
     def clip(model: nn.Module) -> None:
         parts = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
@@ -351,41 +298,30 @@ def local_clip(ctx: Any) -> None:
         for part in parts:
             part.mul_(0.1 / norm)
 
-    steps(model, mk.prove(model, plain), sgd(model), ctx.rank, ctx.world_size, clip=clip)
+    loop(ctx, partial(sharded, mesh=mesh_of(ctx.world_size)), clip=clip)
 
 
 def other_seeds(ctx: Any) -> None:
     """FSDP2 of a model that each rank has drawn for itself."""
-    module = seeded(ctx, by_rank=True)
-    plain = copy.deepcopy(module)
-    model = sharded(module, init_device_mesh("cpu", (ctx.world_size,)))
-    steps(model, mk.prove(model, plain), sgd(model), ctx.rank, ctx.world_size)
+    loop(ctx, partial(sharded, mesh=mesh_of(ctx.world_size)), seeds=(ctx.rank, None))
 
 
 def other_rates(ctx: Any) -> None:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * ctx.rank)
-    steps(model, mk.prove(model, plain), optimizer, ctx.rank, ctx.world_size)
+    loop(ctx, DistributedDataParallel, optimizer=partial(torch.optim.SGD, lr=0.1 + 0.1 * ctx.rank))
 
 
 def other_mode(ctx: Any) -> None:
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    model = DistributedDataParallel(module)
-    proof = mk.prove(model, plain)
-    model.eval() if ctx.rank else model.train()
-    steps(model, proof, sgd(model), ctx.rank, ctx.world_size)
+    def enter(model: nn.Module, last: bool) -> Any:
+        model.eval() if ctx.rank else model.train()
+        return nullcontext()
+
+    loop(ctx, DistributedDataParallel, no_sync=enter)
 
 
 def some_ranks(ctx: Any) -> None:
     """The mean over pairs of ranks, where it is over all."""
-    module = seeded(ctx)
-    plain = copy.deepcopy(module)
-    pairs = init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("other", "pair"))
-    model = DistributedDataParallel(module, process_group=pairs["pair"].get_group())
-    steps(model, mk.prove(model, plain), sgd(model), ctx.rank, ctx.world_size)
+    pairs = mesh_of(ctx.world_size // 2, 2)
+    loop(ctx, partial(DistributedDataParallel, process_group=pairs["other"].get_group()))
 
 
 class Partial(RowwiseParallel):
@@ -399,14 +335,17 @@ class Partial(RowwiseParallel):
 
 
 def no_sum_in_forward(ctx: Any) -> None:
-    module = seeded(ctx, lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False)))
-    plain = copy.deepcopy(module)
-    mesh = init_device_mesh("cpu", (ctx.world_size,))
-    model = parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": Partial()})
-    proof, optimizer = mk.prove(model, plain, tp=mesh), sgd(model)
-    model(data(0, 1)[0]).square().mean().backward()
-    optimizer.step()
-    assert not proof.active
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor, extra: bool = False) -> Tensor:
+            made: Tensor = super().forward(x)
+            return made
+
+    mesh = mesh_of(ctx.world_size)
+    layers: dict[str, Any] = {"0": ColwiseParallel(), "2": Partial()}
+    loop(
+        ctx, lambda module: parallelize_module(module, mesh, layers),
+        lambda: Net(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False)), tp=mesh, batch=(0, 1),
+    )  # fmt: skip
 
 
 MISTAKES: dict[Callable[[Any], None], str] = {

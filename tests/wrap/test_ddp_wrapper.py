@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,9 @@ import mpkit as mk
 from mpkit.trace import Kind
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loops import (
-    Branches,
-    adamw,
-    momentum,
-    side_by_side,
-)
+from loops import Branches
 
 Clusters = Callable[[int], mk.Cluster]
-
-
-def equals_serial(ctx: Any) -> list[float]:
-    cases: list[tuple[float, Any, float | None]] = [
-        (25, momentum, None), (1e-6, momentum, 0.5), (3e-4, adamw, None), (1e-3, momentum, 0.1)
-    ]  # fmt: skip
-    return [
-        side_by_side(ctx, partial(mk.ddp, bucket_mb=mb), optimizer=optimizer, max_norm=norm)
-        for mb, optimizer, norm in cases
-    ]
-
-
-@pytest.mark.parametrize("ranks", [3])
-def test_equals_serial_training_with_buckets_of_any_size(clusters: Clusters, ranks: int) -> None:
-    for found in clusters(ranks).run(equals_serial):
-        assert max(found) < 1e-6, found
 
 
 def in_no_sync_nothing_is_sent(ctx: Any) -> tuple[list[str], bool]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mpkit as mk
 from mpkit.models import GPT
 from mpkit.strategies.tensor import by_hand, operators
-from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
+from mpkit.strategies.wrappers.pipeline import PipelineParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import Branches, Normed, Toy, adamw, data, mine, momentum
@@ -193,37 +193,32 @@ def a_divided_fault(ctx: Any, kind: str) -> str:
 
 def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -> None:
     wanted = {
-        "width": "forward: an element is",
+        "width": "forward is",
         "sequence": "the gradient of",
-        "pipeline": "forward: an element is",
+        "pipeline": "forward is",
     }
     for kind, text in wanted.items():
         one, other = clusters(2).run(a_divided_fault, kind)
         assert one == other and text in one, (kind, one)
 
 
-# ---------------------------------------------------------------- faults
+def always_in_no_sync(ctx: Any) -> str:
+    def wrap(module: nn.Module, prove: int) -> Any:
+        model = mk.ddp(module, prove=prove)
+        model.synchronizes = False
+        return model
 
-
-def element(self: Any, original: Callable[..., None], *args: Any) -> None:
-    original(self, *args)
-    for piece in self.pieces[:1]:
-        piece.parameter.grad.view(-1)[0] *= 1.001
-
-
-def nothing(self: Any, original: Callable[..., None], *args: Any) -> None:
-    pass
-
-
-def of_its_own_rate(ctx: Any) -> str:
     with pytest.raises(mk.errors.NotSerial) as e:
-        loop(ctx, mk.ddp, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 + ctx.rank))
+        loop(ctx, wrap)
     return str(e.value)
 
 
-def test_an_update_that_differs_is_found(clusters: Clusters) -> None:
-    for text in clusters(2).run(of_its_own_rate):
-        assert "step 2 " in text and "first.weight is not that of rank 0" in text
+def test_a_mean_that_is_missing_is_found(clusters: Clusters) -> None:
+    for text in clusters(2).run(always_in_no_sync):
+        assert (
+            "step 1 " in text
+            and "All gradients are this rank's own: the mean over the ranks is missing" in text
+        )
 
 
 # ---------------------------------------------------------------- what is given

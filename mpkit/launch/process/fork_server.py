@@ -220,8 +220,7 @@ def warm_up() -> None:
     """Import everything that each rank would import, without computing: the threads of ops do not survive a fork."""
     import torch
 
-    from mpkit.strategies.program_calls.communication import place_of_group
-    from mpkit.strategies.program_calls.operators import OPERATORS
+    from mpkit.strategies.program_calls.communication import OPERATORS, place_of_group
 
     for name in (
         "cloudpickle",

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from mpkit.common.process_wide import Replacements
 from mpkit.common.torch_private import TorchDispatchMode, _get_current_dispatch_mode
-from mpkit.strategies.program_calls.annotations import Annotations
+from mpkit.strategies.program_calls.program import Annotations
 from mpkit.trace import Kind
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in

@@ -26,10 +26,9 @@ from mpkit.launch.watch.hooks import watch_backwards, watch_loaders, watch_optim
 from mpkit.launch.watch.modules import Modules
 from mpkit.launch.watch.span import WATCHED
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.program_calls.annotations import Annotations
-from mpkit.strategies.program_calls.communication import Communication, warn_of_unknown
+from mpkit.strategies.program_calls.communication import Communication
 from mpkit.strategies.program_calls.completion import Completion
-from mpkit.strategies.program_calls.lines import SourceLines
+from mpkit.strategies.program_calls.program import Annotations, SourceLines
 from mpkit.strategies.rank_context import Context
 from mpkit.trace import Kind
 
@@ -77,7 +76,6 @@ def watch_function(ctx: Context, function: Callable[..., Any], depth: int | None
 @contextmanager
 def recording(comm: Communicator, depth: int | None) -> Iterator[None]:
     """Record the program that runs in the block, on the rank of this communicator of all ranks."""
-    warn_of_unknown()
     record = comm.wire.record
     annotations, completion = Annotations(), Completion(record)
     communication = Communication(comm, completion, SourceLines(), annotations)

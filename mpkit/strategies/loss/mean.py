@@ -37,9 +37,7 @@ ELEMENTWISE = (
 WORKS = "loss=mk.mean_loss(torch.nn.functional.cross_entropy)"
 
 
-def mean_loss(
-    fn: Callable[[Any, Any], Tensor], ignore_index: int | None = None, weight: Any = None
-) -> MeanLoss:
+def mean_loss(fn: Callable[[Any, Any], Tensor]) -> MeanLoss:
     """Turn a mean of torch's into a loss that is correct in parts: the `loss` of `Cluster.train`.
 
     The loss returns (total, count), so that masked targets and class weights count as in the whole batch, however it is
@@ -53,8 +51,6 @@ def mean_loss(
         fn: fn(outputs, targets), which returns the result of one of torch's losses: `F.cross_entropy`, `nn.NLLLoss()`,
             `F.mse_loss`, or a function that wraps one:
             `lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten())`.
-        ignore_index: targets of this value do not count; None: the loss's own value, which is -100 for cross-entropy.
-        weight: weights of the classes, [C], for cross-entropy and negative log likelihood; None: the loss's own.
 
     Raises:
         ValueError: `fn` is not such a function.
@@ -70,23 +66,18 @@ def mean_loss(
             f"mean_loss({kind}(reduction={reduction!r})): it takes a mean, and finds out itself what the sum is: "
             f"mk.mean_loss(torch.nn.{kind}())"
         )
-    if weight is not None and (not isinstance(weight, Tensor) or weight.dim() != 1):
-        what = f"shape {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"mean_loss(weight={what}): a tensor of one weight for each class, [C]")
-    return MeanLoss(fn, ignore_index, weight)
+    return MeanLoss(fn)
 
 
 class MeanLoss:
     """The loss that `mean_loss` returns.
 
     Args:
-        fn, ignore_index, weight: as in `mean_loss`.
+        fn: as in `mean_loss`. By itself it computes the mean of a batch that is in one part.
     """
 
-    def __init__(
-        self, fn: Callable[[Any, Any], Any], ignore_index: int | None = None, weight: Tensor | None = None
-    ) -> None:
-        self.fn, self.ignore_index, self.weight = fn, ignore_index, weight
+    def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
+        self.fn = fn
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """Return (total, count).
@@ -94,7 +85,7 @@ class MeanLoss:
         Raises:
             ValueError: the function modifies the result of the loss, or calls no loss that is known.
         """
-        with SummedMeans(self.ignore_index, self.weight) as reduced:
+        with SummedMeans() as reduced:
             value = self.fn(outputs, targets)
         pair: tuple[Tensor, Tensor] | None = reduced.pair_of(value)
         if pair is None:
@@ -105,30 +96,16 @@ class MeanLoss:
             )
         return pair
 
-    def mean(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the mean itself, as torch computes it, for a batch that is computed in one part."""
-        if self.ignore_index is None and self.weight is None:
-            value: Tensor = self.fn(outputs, targets)
-            return value
-        total, count = self(outputs, targets)
-        # The mean of nothing is NaN with gradients of 0, as in torch.
-        empty = count == 0
-        return total / count.where(~empty, 1) + torch.where(empty, torch.nan, 0.0)
-
 
 class SummedMeans(TorchFunctionMode):
     """A mode in which torch's means return sums and the divisors are recorded.
-
-    Args:
-        ignore_index, weight: as in `mean_loss`.
 
     Attributes:
         calls: for each call its total, its count, the function, and its arguments.
     """
 
-    def __init__(self, ignore_index: int | None = None, weight: Tensor | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._ignore, self._weight = ignore_index, weight
         self.calls: list[tuple[Tensor, Tensor, Callable[..., Any], dict[str, Any]]] = []
 
     def pair_of(self, value: Any) -> tuple[Tensor, Tensor] | None:
@@ -147,51 +124,32 @@ class SummedMeans(TorchFunctionMode):
         deprecated = given.get("size_average") is not None or given.get("reduce") is not None
         if deprecated or given["reduction"] not in ("mean", "batchmean"):
             return func(*args, **(kwargs or {}))
-        total, count = (
-            self._sum_indexed(func, given) if func in INDEXED else self._sum_elementwise(func, given)
-        )
+        total, count = _sum_indexed(func, given) if func in INDEXED else _sum_elementwise(func, given)
         self.calls.append((total, count.detach(), func, given))
         return total
 
-    def _sum_indexed(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        if self._ignore is not None:
-            given["ignore_index"] = self._ignore
-        outputs, targets = given["input"], given["target"]
-        if self._weight is not None:
-            given["weight"] = self._weight.to(outputs)
-        total: Tensor = func(**given | {"reduction": "sum"})
-        if targets.is_floating_point():  # the probability of each class
-            classes = outputs.shape[1 if outputs.dim() > 1 else 0]
-            return total, torch.tensor(outputs.numel() / classes, dtype=torch.float64, device=total.device)
-        valid: Tensor = targets != given["ignore_index"]
-        weight = given["weight"]
-        if weight is None:
-            return total, valid.sum()
-        return total, (weight[targets.where(valid, 0)] * valid).sum()
 
-    def _sum_elementwise(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        if self._weight is not None:
-            raise ValueError(
-                f"mean_loss(weight=) is for classes, and {func.__name__} has none. With a weight for each element: "
-                "loss=lambda out, y: ((w * F.mse_loss(out, y, reduction='none')).sum(), w.expand_as(out).sum())"
-            )
-        pair = {name: given[name] for name in ("input", "target") if isinstance(given.get(name), Tensor)}
-        if len({value.shape for value in pair.values()}) > 1:
-            # torch does so too, and warns on each rank, of shapes that are those of its share.
-            pair = dict(zip(pair, torch.broadcast_tensors(*pair.values()), strict=True))
-        each = func(**given | pair | {"reduction": "none"})
-        samples = given["reduction"] == "batchmean"
-        if self._ignore is None:
-            number = each.shape[0] if samples else each.numel()
-            return each.sum(), torch.tensor(number, device=each.device)
-        targets = given.get("target")
-        if samples or targets is None or targets.shape != each.shape:
-            raise ValueError(
-                f"mean_loss(ignore_index={self._ignore}): {func.__name__} has no target for each element to compare it "
-                "with. Return the sum and how many count: loss=lambda out, y: (total, count)"
-            )
-        valid = targets != self._ignore
-        return each.where(valid, 0).sum(), valid.sum()
+def _sum_indexed(func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    outputs, targets = given["input"], given["target"]
+    total: Tensor = func(**given | {"reduction": "sum"})
+    if targets.is_floating_point():  # the probability of each class
+        classes = outputs.shape[1 if outputs.dim() > 1 else 0]
+        return total, torch.tensor(outputs.numel() / classes, dtype=torch.float64, device=total.device)
+    valid: Tensor = targets != given["ignore_index"]
+    weight = given["weight"]
+    if weight is None:
+        return total, valid.sum()
+    return total, (weight[targets.where(valid, 0)] * valid).sum()
+
+
+def _sum_elementwise(func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    pair = {name: given[name] for name in ("input", "target") if isinstance(given.get(name), Tensor)}
+    if len({value.shape for value in pair.values()}) > 1:
+        # torch does so too, and warns on each rank, of shapes that are those of its share.
+        pair = dict(zip(pair, torch.broadcast_tensors(*pair.values()), strict=True))
+    each = func(**given | pair | {"reduction": "none"})
+    number = each.shape[0] if given["reduction"] == "batchmean" else each.numel()
+    return each.sum(), torch.tensor(number, device=each.device)
 
 
 _signature = cache(inspect.signature)  # each micro-batch asks for it

@@ -6,8 +6,8 @@ Each reads the `ResolvedPlan` and the `Task`, computes nothing and hands nothing
     obscure    without it the run ends in an error that nobody understands
     common     it is a frequent mistake, and models too large to be proved have it too
 
-What else would not be serial training the proof stops in step 1, and says why (`mpkit.strategies.proof.causes`,
-`suspects`). What is rejected before: arguments of wrong types and values (`arguments`), and whatever the plan cannot be
+What else would not be serial training the proof stops in step 1, and says why (`mpkit.strategies.proof.causes`).
+What is rejected before: arguments of wrong types and values (`arguments`), and whatever the plan cannot be
 resolved for, such as a model that refuses its data, or more stages than layers (`resolve`). docs/checks.md has an
 example of each row, and of what the proof stops.
 """

@@ -107,7 +107,7 @@ def find_loss_form(resolved: ResolvedPlan, task: Task, mean: OneMean | None) -> 
     """Return the loss as ranks call it, and the number near the count of a batch by which they divide totals."""
     loss, pairs = task.given_loss, task.loss.count is not None  # it returned (total, count) in the dry run
     if resolved.computes_loss_at_once:
-        return LossForm(loss.mean if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss, None)
+        return LossForm(loss.fn if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss, None)
     targets = leaves(task.batch[1])
     counted = max((leaf.numel() for leaf in targets), default=batch_size(task.batch[0]))
     if pairs or isinstance(loss, MeanLoss):

@@ -8,43 +8,84 @@ the backend's own kernel, sees them all:
     go on       redispatch to the kernel of the backend, without Python's lock
     follow      hand torch's handle to `Completion`, which writes the end
 
+Every collective and message of a program is one of c10d's operators, whether Python, DDP's reducer in C++, FSDP2 or a
+functional collective has issued it. Payloads count as in the kit's own traces, which is as NCCL's documentation counts
+them: the whole tensor that is gathered or scattered, not a rank's part of it.
+
 Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of dispatch keys in c10/core/DispatchKey.h.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mpkit.common.disk import write_whole
-from mpkit.common.torch_private import (
-    DispatchKey,
-    _dispatch_get_all_op_names,
-    _dispatch_keyset_full_after,
-    wait_tensor,
-)
+from mpkit.common.torch_private import DispatchKey, _dispatch_keyset_full_after, wait_tensor
 from mpkit.strategies.comm.arguments import LIMIT
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.strategies.program_calls.completion import Completion
-from mpkit.strategies.program_calls.lines import SourceLines
-from mpkit.strategies.program_calls.operators import OPERATORS, C10dOperator, payload, uneven_parts
+from mpkit.strategies.program_calls.program import Annotations, SourceLines
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Communication", "place_of_group", "warn_of_unknown"]
+__all__ = ["OPERATORS", "Communication", "place_of_group"]
 
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
 _MEMBERS: dict[str, Any] = dict(dist.ReduceOp.RedOpType.__members__)
 _REDUCTIONS = {int(number): name.lower() for name, number in _MEMBERS.items()}
+
+
+class C10dOperator(NamedTuple):
+    """One of c10d's operators.
+
+    Attributes:
+        kind: what it does.
+        tensors: which argument holds the tensors that make up the payload.
+        peer: which argument names the other end of a message or the root, a rank of the group; -1: none does.
+        per_rank: whether that argument is one rank's part, so that the payload is as many of it as there are ranks.
+        tag: which argument is a message's tag; -1: none is.
+        reduces: which argument is the reduction; -1: none is.
+    """
+
+    kind: Kind
+    tensors: int = 0
+    peer: int = -1
+    per_rank: bool = False
+    tag: int = -1
+    reduces: int = -1
+
+
+OPERATORS = {
+    "allreduce_": C10dOperator(Kind.ALL_REDUCE, reduces=2),
+    "allreduce_coalesced_": C10dOperator(Kind.ALL_REDUCE, reduces=2),
+    "allgather_": C10dOperator(Kind.ALL_GATHER),
+    "_allgather_base_": C10dOperator(Kind.ALL_GATHER),
+    "allgather_coalesced_": C10dOperator(Kind.ALL_GATHER),
+    "allgather_into_tensor_coalesced_": C10dOperator(Kind.ALL_GATHER),
+    "reduce_scatter_": C10dOperator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "_reduce_scatter_base_": C10dOperator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "reduce_scatter_tensor_coalesced_": C10dOperator(Kind.REDUCE_SCATTER, tensors=1, reduces=3),
+    "broadcast_": C10dOperator(Kind.BROADCAST, peer=2),
+    "reduce_": C10dOperator(Kind.REDUCE, peer=3, reduces=2),
+    "gather_": C10dOperator(Kind.GATHER, tensors=1, peer=3, per_rank=True),
+    "scatter_": C10dOperator(Kind.SCATTER, peer=3, per_rank=True),
+    "alltoall_": C10dOperator(Kind.ALL_TO_ALL, tensors=1),
+    "alltoall_base_": C10dOperator(Kind.ALL_TO_ALL, tensors=1),
+    "barrier": C10dOperator(Kind.BARRIER, tensors=-1),
+    "monitored_barrier_": C10dOperator(Kind.BARRIER, tensors=-1),
+    "send": C10dOperator(Kind.SEND, peer=2, tag=3),
+    "recv_": C10dOperator(Kind.RECV, peer=2, tag=3),
+    "recv_any_source_": C10dOperator(Kind.RECV, tag=2),
+}
+"""The operators of c10d that communicate, by name."""
 
 
 class Communication:
@@ -139,7 +180,7 @@ class Communication:
     ) -> tuple[int, CheckedCall | None]:
         """Begin the op of a call; return it, and what compares it with its peers' if the program calls it itself."""
         kind, group = operator.kind, self._group(boxed)
-        tensors = payload(args[operator.tensors]) if operator.tensors >= 0 else []
+        tensors = _payload(args[operator.tensors]) if operator.tensors >= 0 else []
         nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
         if operator.per_rank:
             nbytes *= group.size
@@ -173,7 +214,7 @@ class Communication:
         op = self._record.begin(
             kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
         )  # fmt: skip
-        if kind == Kind.ALL_TO_ALL and (parts := uneven_parts(args, tensors)):
+        if kind == Kind.ALL_TO_ALL and (parts := _uneven_parts(args, tensors)):
             self._record.note_parts(op, parts)
         return op, call
 
@@ -214,18 +255,42 @@ class Communication:
         return text if len(tensors) == 1 else f"{text} and {len(tensors) - 1} more"
 
 
-def warn_of_unknown() -> None:
-    """Warn of operators of c10d that communicate in a way unknown here."""
-    names = [name[6:] for name in _dispatch_get_all_op_names() if name.startswith("c10d::")]
-    unknown = [name for name in names if name not in OPERATORS and place_of_group(name) >= 0]
-    if unknown:
-        warnings.warn(
-            f"this torch has operators that mpkit does not record: {', '.join(unknown)}", stacklevel=2
-        )
-
-
 @cache
 def place_of_group(name: str) -> int:
     """Return which argument of an operator is the process group, -1 if none is."""
     arguments = getattr(torch.ops.c10d, name).default._schema.arguments
     return next((i for i, argument in enumerate(arguments) if argument.name == "process_group"), -1)
+
+
+def _uneven_parts(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the bytes that an all-to-all sends to each member of its group; [] if all get as many.
+
+    Args:
+        args: of the operator: `alltoall_` has a list of tensors, one per member; `alltoall_base_` one tensor, and the
+            rows for each member in its fifth argument, which is empty if they are as many.
+        tensors: the payload.
+
+    >>> rows = torch.zeros(5, 2)
+    >>> _uneven_parts([rows, rows, None, [5], [4, 1]], [rows]), _uneven_parts([rows, rows, None, [], []], [rows])
+    ([32, 8], [])
+    """
+    if len(tensors) == 1 and len(args) > 4 and isinstance(args[4], Sequence):
+        parts = [tensors[0].nbytes // max(1, tensors[0].shape[0]) * rows for rows in args[4]]
+    else:
+        parts = [tensor.nbytes for tensor in tensors]
+    return parts if len(set(parts)) > 1 else []
+
+
+def _payload(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors in an argument, which is a tensor, a list of them or a list of lists.
+
+    >>> [tensor.nbytes for tensor in _payload([[torch.zeros(2)], [torch.zeros(3)]])]
+    [8, 12]
+    """
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [
+        tensor
+        for inner in tensors
+        for tensor in ((inner,) if isinstance(inner, torch.Tensor) else _payload(inner))
+    ]

@@ -12,10 +12,9 @@ from typing import Any
 
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.strategies.program_calls.communication import Communication
 from mpkit.strategies.program_calls.completion import Completion
-from mpkit.strategies.program_calls.lines import SourceLines
+from mpkit.strategies.program_calls.program import Annotations, SourceLines
 from mpkit.strategies.rank_context import Context
 
 __all__ = ["ComparedFunction", "compare_calls"]

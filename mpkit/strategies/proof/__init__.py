@@ -1,22 +1,21 @@
 """The proof: steps on ranks are computed again in plain PyTorch, and compared.
 
     rounding         how far two correct results may be apart
-    noise            the same of a computation that can be repeated: by repeating it with other roundings
+    compare          whether two tensors are the same; if in doubt by repeating their computation with other roundings
     draws            the random numbers that the ranks drew, for the plain computation to use
 
 Of a run, while its ranks train, in a thread of the caller's process:
 
     whole_step       what all ranks have of a step, put together
     attempt          one step of serial training that can be repeated
-    compare, causes  what differs, and why: more comparisons, until one explains it
-    suspects         what is said where none does
     prover           a step after another; `proof_thread` runs it
+    causes           why a step differs: more comparisons, until one explains it; `parts` of the batch among them
 
 Of a loop of one's own, in the ranks (`mk.prove`, and `prove=` of the wrappers):
 
-    plain_module     the plain module beside the wrapped one: each forward and backward again
-    held_tensors     what a rank holds of the parameters, and the whole tensors
-    ranks            what the ranks tell each other
+    plain_module     the plain module beside the wrapped one: its forwards and backwards again
+    ranks            what the ranks hold, and tell each other
+    backwards        when a backward begins and ends
     step_gradients   the gradients of a step, compared; `shares` says of whose they are made
     loop             what is heard of a loop, in order
 

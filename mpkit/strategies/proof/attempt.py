@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +17,26 @@ from mpkit.strategies.data.microbatch import Value, leaves, part
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.packing.packing import dumps
+from mpkit.strategies.proof.compare import Noise, Results, run_user_code
 from mpkit.strategies.proof.draws import StepDraws
-from mpkit.strategies.proof.noise import Noise, Results, run_user_code
-from mpkit.strategies.proof.rounding import RoundingMode, coarsest
+from mpkit.strategies.proof.rounding import coarsest, rounded
 from mpkit.strategies.reference.serial import Serial
 
-__all__ = ["Attempt", "Found"]
+__all__ = ["Attempt", "Found", "PartOfStep"]
 
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
+
+ALL = slice(None)
+
+
+class PartOfStep(NamedTuple):
+    """A replica's share of a micro-batch: its samples, their weight and draws, and what serial training makes of it."""
+
+    which: slice
+    weight: float
+    draws: StepDraws
+    found: Found
 
 
 @dataclass
@@ -72,61 +85,84 @@ class Attempt:
                     module.flatten_parameters()  # for cuDNN
         return serial
 
+    def samples(self, which: slice) -> tuple[Value, Value]:
+        """Return some samples of the batch."""
+        inputs, targets = (part(value, which) for value in self.batch)
+        return inputs, targets
+
     def use_draws(self) -> AbstractContextManager[Any]:
         """Return a context in which the ranks' draws are used, from the first one on."""
         self.draws.begin()
         return GivenDraws(self.draws.give)
 
-    def run(
-        self, serial: Serial, batch: tuple[Value, Value] | None = None, draws: StepDraws | None = None
-    ) -> Found:
-        """Return loss and gradients of the whole batch at once, or of a part of it with its own draws.
+    def run(self, serial: Serial) -> Found:
+        """Return loss and gradients of the whole batch at once.
 
         Where a layer draws a number for all samples of a forward, it is that of the parts that the ranks drew for.
         """
-        if batch is not None and draws is not None:
-            return self._run(serial, batch, draws)
         try:
-            return self._run(serial, self.batch, self.draws)
+            return self._run(serial, ALL, self.draws)
         except CannotReplay:
             if not self.draws:
                 raise
-            return self._in_parts(serial)
+        loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
+        for which, weight, draws in self.draws.parts():
+            value, gradients = self._run(serial, which, draws)
+            loss = loss + value * weight
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    before, share = total[name], gradient * weight
+                    total[name] = share if before is None else before + share
+        return loss, total
 
-    def repeat_rounded(self, seed: int | None) -> Results:
+    def _run(self, serial: Serial, which: slice, draws: StepDraws) -> Found:
+        draws.begin()
+        for layer in find_balanced(serial.model).values():  # which add gradients to those of the loss
+            layer.batch.loss_scale = self.scale
+        with run_user_code("the step"), GivenDraws(draws.give):
+            return serial.gradients(*self.samples(which), scale=self.scale)
+
+    # ---- again
+
+    @cached_property
+    def whole(self) -> Found:
+        """The same again: loss and gradients of the whole batch."""
+        return self.run(self.begin_again())
+
+    def parts(self) -> Iterator[PartOfStep]:
+        """Yield each part of the plan by itself, those without samples of their own left out."""
+        for which, weight, draws in self.draws.parts():
+            if weight:
+                found = self._run(self.begin_again(), which, draws)
+                yield PartOfStep(which, weight, draws, found)
+
+    def repeat(self, seed: int | None) -> Results:
         """Return the same again, and the buffers afterwards; with a seed, with other roundings.
 
         The loss has another scale then: the backwards of some operators, such as matrix_exp, stop where that says.
         """
         serial = self.begin_again()
         attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
-        with nullcontext() if seed is None else RoundingMode(seed):
+        with rounded(seed):
             loss, found = attempt.run(serial)
         return {"": loss, **found} | {f"buffer {name}": b for name, b in serial.model.named_buffers()}
 
     def noise(self) -> Noise:
         """Return what rounding does to the loss, the gradients and the buffers of the step."""
         tensors = [leaf for value in self.batch for leaf in leaves(value)]
-        return Noise(self.repeat_rounded, coarsest(self.serial.model, tensors), self.in_32_bits)
+        return Noise(self.repeat, coarsest(self.serial.model, tensors), self.in_32_bits)
 
     def overflows(self) -> bool:
         """Return whether a gradient of the whole batch, or of a part of it, is not finite at twice the loss scale."""
         twice = replace(self, scale=2 * self.scale)
-        parts = (
-            (tuple(part(value, which) for value in self.batch), draws)
-            for which, _, draws in self.draws.parts()
-        )
-        found = [twice.run(self.begin_again())[1]]
-        found += [twice.run(self.begin_again(), (x, y), draws)[1] for (x, y), draws in parts]
+        found = [twice.run(twice.begin_again())[1], *(each.found[1] for each in twice.parts())]
         return any(g is not None and not bool(g.isfinite().all()) for each in found for g in each.values())
 
     def buffers_in_parts(self, replica: int) -> dict[str, Tensor]:
         """Return the model's buffers after a replica's shares of the micro-batches, one after another."""
         serial = self.begin_again()
-        for number, (which, _, draws) in enumerate(self.draws.parts()):
-            if number % self.draws.plan.dp == replica:
-                inputs, targets = (part(value, which) for value in self.batch)
-                self._run(serial, (inputs, targets), draws)
+        for which, _, draws in self.draws.parts()[replica :: self.draws.plan.dp]:
+            self._run(serial, which, draws)
         return dict(serial.model.named_buffers())
 
     def in_32_bits(self) -> dict[str, Tensor]:
@@ -140,24 +176,3 @@ class Attempt:
         except RuntimeError:  # it casts tensors by itself
             return {}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-    def _in_parts(self, serial: Serial) -> Found:
-        """Return the weighted sum over the replicas' shares of the micro-batches."""
-        loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
-        for which, weight, draws in self.draws.parts():
-            inputs, targets = (part(value, which) for value in self.batch)
-            value, gradients = self._run(serial, (inputs, targets), draws)
-            loss = loss + value * weight
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    before = total[name]
-                    share = gradient * weight
-                    total[name] = share if before is None else before + share
-        return loss, total
-
-    def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
-        draws.begin()
-        for layer in find_balanced(serial.model).values():  # which add gradients to those of the loss
-            layer.batch.loss_scale = self.scale
-        with run_user_code("the step"), GivenDraws(draws.give):
-            return serial.gradients(*batch, scale=self.scale)

@@ -3,7 +3,6 @@
 draws        ranks share random numbers, or do not share those that are common
 replicas     a rank computes with weights that are not the ones that were updated
 parameters   the loss uses the model's parameters by itself, and not only its outputs
-norms        BatchNorm takes its statistics over a part of the batch
 memory       the result of a forward depends on how many there were before, and ranks do another number of them
 broadcast    the loss compares each output with all targets, since their shapes differ
 parts        the parts of the batch do not add up to it: a layer or the loss looks at other samples
@@ -11,27 +10,31 @@ mode         the ranks computed in another mode, training or evaluation
 factor       all gradients are the same number of times as large
 share        the gradients are those of one part of the batch: a reduction is missing
 update       the gradients are right, and the optimizer makes something else of them
-suspects     nothing of these, and something is known not to survive the plan (`suspects`)
+suspects     nothing of these, and something is known not to survive the plan; each was seen to make a training another
 world        nothing of these
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
-from mpkit.strategies.data.microbatch import leaves, part
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.microbatch import leaves
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.mean import ELEMENTWISE, SummedMeans
 from mpkit.strategies.loss.quotient import as_pair
+from mpkit.strategies.models.hooks import backward_hooks, describe_wrappers
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.parts import explain_parts
 from mpkit.strategies.proof.rounding import coarsest, distance, largest
-from mpkit.strategies.proof.suspects import find_suspects
-from mpkit.strategies.replicas.batchnorm import batch_norms
+from mpkit.strategies.proof.shares import Shares
+from mpkit.strategies.tensor.known_plans import find_tensor_plan
 
 __all__ = ["cause_of", "cause_of_update"]
 
@@ -55,7 +58,7 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
         says: what differs, in words.
     """
     untold = []
-    kinds = [_parameters, _norms, _memory, _broadcast, _parts]
+    kinds = [_parameters, _memory, _broadcast, _parts]
     if any(gradient is not None for gradient in gradients.values()):
         kinds += [_mode, _factor, _share]
     for kind in kinds:
@@ -66,7 +69,7 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
             continue
         if found:
             return found
-    likely = next(find_suspects(job, says), "") or WORLD
+    likely = next(_suspects(job, says), "") or WORLD
     return likely + (
         f" (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else ""
     )
@@ -94,8 +97,10 @@ def cause_of_update(job: TrainJob, name: str) -> str:
 def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
     serial = attempt.begin_again()
     inputs, targets = attempt.batch
-    with torch.no_grad(), attempt.use_draws():
-        outputs = serial.outputs(inputs)
+    kept_apart = job.plan.pp > 1 or job.plan.recompute != "none" or job.plan.zero == 3
+    with torch.set_grad_enabled(kept_apart), attempt.use_draws():  # what a layer keeps belongs to a graph
+        tensors, shape = flatten(serial.outputs(inputs))
+    outputs = rebuild(shape, [each.detach() if isinstance(each, Tensor) else each for each in tensors])
     with attempt.use_draws():
         value = serial.loss(outputs, targets)
     pair = as_pair(value)
@@ -108,25 +113,6 @@ def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | N
         "torch.optim.AdamW(params, weight_decay=0.1), in place of a penalty; and what the loss needs of a layer among "
         f"the model's outputs. Or a plan whose ranks hold the whole model: mk.Plan.ddp({job.plan.ranks})"
     )
-
-
-def _norms(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    norms, plan = batch_norms(attempt.serial.model), job.plan
-    if not norms or (plan.microbatches == 1 and plan.dp == 1):
-        return ""
-    first = next(iter(norms))
-    return (
-        f"{first} is a BatchNorm, and takes its statistics over {_norm_parts(job)}, not over the whole batch. What "
-        "works: one micro-batch; a norm that looks at single samples, such as torch.nn.GroupNorm; or, if it is meant, "
-        "batchnorm='local' in the Plan"
-    )
-
-
-def _norm_parts(job: TrainJob) -> str:
-    plan = job.plan
-    if plan.dp > 1 and (plan.batchnorm == "local" or plan.data_parallel == "dp"):
-        return "each rank's samples"
-    return f"each of {plan.microbatches} micro-batches"
 
 
 def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -167,44 +153,38 @@ def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None])
 
 
 def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    if _equal(attempt, attempt.run(attempt.begin_again())[1], gradients):
+    if _equal(attempt, attempt.whole[1], gradients):
         return ""
     for name, change in (("evaluation", nn.Module.eval), ("training", nn.Module.train)):
         serial = attempt.begin_again()
         change(serial.model)
-        _, found = attempt.run(serial)
-        if _equal(attempt, found, gradients):
+        if _equal(attempt, attempt.run(serial)[1], gradients):
             return f"The ranks computed in {name} mode, in which serial training is not."
     return ""
 
 
 def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    _, found = attempt.run(attempt.begin_again())
-    product = square = 0.0
+    shares, found = Shares(1), attempt.whole[1]
     for name, wanted in found.items():
         got = gradients[name]
         if wanted is not None and got is not None:
-            wide = torch.promote_types(wanted.dtype, torch.float64)
-            product += float((got.to(wide) * wanted.to(wide).conj()).sum().real)
-            square += float(wanted.to(wide).abs().square().sum())
-    factor = product / square if square else 1.0
-    if abs(factor - 1.0) < close(attempt):
-        return ""
-    scaled = {name: None if g is None else g * factor for name, g in found.items()}
-    if not _equal(attempt, scaled, gradients):
+            shares.add(got.reshape(-1), wanted.reshape(1, -1))
+    factor = next(iter(shares.solve(near=inf)), 1.0)
+    if abs(factor - 1.0) < close(attempt) or not _equal(attempt, _scaled(found, factor), gradients):
         return ""
     return f"All gradients are {factor:.4g} times the serial ones: a sum in place of a mean, or the reverse."
 
 
 def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    for number, (which, share, draws) in enumerate(attempt.draws.parts()):
-        inputs, targets = (part(value, which) for value in attempt.batch)
-        _, found = attempt.run(attempt.begin_again(), (inputs, targets), draws)
-        for weight in (1.0, share):
-            scaled = {name: None if g is None else g * weight for name, g in found.items()}
-            if _equal(attempt, scaled, gradients):
+    for number, part in enumerate(attempt.parts()):
+        for weight in (1.0, part.weight):
+            if _equal(attempt, _scaled(part.found[1], weight), gradients):
                 return f"The gradients are those of part {number} of the batch alone: the sum over parts is missing."
     return ""
+
+
+def _scaled(gradients: dict[str, Tensor | None], factor: float) -> dict[str, Tensor | None]:
+    return {name: None if g is None else g * factor for name, g in gradients.items()}
 
 
 def _equal(attempt: Attempt, ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
@@ -220,3 +200,54 @@ def _equal(attempt: Attempt, ones: dict[str, Tensor | None], others: dict[str, T
                 yield distance(one, other) <= tolerance * largest(one)
 
     return all(pairs())
+
+
+# ---- suspects: nothing explains it, and something is known not to survive the plan
+
+
+def _suspects(job: TrainJob, says: str) -> Iterator[str]:
+    """Yield what may be why a step differs, the likeliest first; nothing of a training without anything suspicious."""
+    plan, model = job.plan, job.what.model
+    hooks = (*job.what.parameter_hooks, *backward_hooks(model)) if plan.ranks * plan.microbatches > 1 else ()
+    for hook in map(str, hooks):
+        yield (
+            f"{hook[0].upper()}{hook[1:]} sees the gradients of parts of the batch, and what it makes of them does not "
+            "add up to what it makes of the whole. What works: no such hook; max_grad_norm=1.0 in train() clips by the "
+            "norm of all gradients, and an optimizer whose step changes gradients has complete ones"
+        )
+    if plan.tp * plan.cp > 1:
+        yield from _wrappers(plan, model)
+    if plan.cp > 1:
+        yield (
+            f"With cp={plan.cp} a rank computes its part of each sequence, and only F.scaled_dot_product_attention "
+            "sees the other ranks' tokens. So the likely cause is a layer, or a loss, that looks at other tokens in "
+            "another way: a shift, a cumulative sum, a mean over the sequence, or its length. What works: such a look "
+            "by F.scaled_dot_product_attention; targets that are shifted in the data, and not in the loss; or cp=1, "
+            f"mk.Plan.ddp({plan.ranks})"
+        )
+    if plan.tp > 1:
+        yield _region(plan, model, says)
+
+
+def _wrappers(plan: Plan, model: nn.Module) -> Iterator[str]:
+    part = "a part of each sequence" if plan.cp > 1 or plan.sequence_parallel else "a part of the features"
+    for name, module in model.named_modules():
+        if (described := describe_wrappers(module, name)) is not None:
+            yield (
+                f"{described[0].upper()}{described[1:]} is given {part}, since ranks share layers and sequences. What "
+                "works: it on a module around whole transformer blocks or on the model, with cp=1; or a plan without "
+                f"tp and cp, such as mk.Plan.ddp({plan.ranks})"
+            )
+
+
+def _region(plan: Plan, model: nn.Module, says: str) -> str:
+    tensor = plan.tensor or find_tensor_plan(model)
+    region = next((r.entry for r in tensor.regions if f"{r.entry}." in says), None)
+    where = f" (here perhaps in Region(entry={region!r}))" if region is not None else ""
+    return (
+        f"Divided by its TensorPlan, {type(model).__name__} does not compute what it computes whole{where}. Between "
+        "column and row layers a forward may treat features or heads one by one only: fused projections take "
+        "sections=(1, 1, 1), attributes that count heads local=('num_heads',), arguments that are added after the row "
+        "layer apart=('residual',). mk.tensor.find_tensor_plan(model) is the plan to begin with; leave this region "
+        "out, or train with tp=1"
+    )

@@ -1,25 +1,114 @@
-"""Comparing what ranks have of a step with what plain PyTorch makes of it."""
+"""Are two tensors the same, but for rounding? If they differ by more than a little, the computation is repeated.
+
+Both proofs compare in this way: a run's, whose computation is a step of serial training (`attempt`), and a loop's,
+whose computation is a forward of the plain module, or the backwards of a step (`plain_module`). A computation is a
+function `repeat(seed)` that returns its results by name, with other roundings if there is a seed.
+"""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from math import inf
 
 import torch
 from torch import Tensor
 
 from mpkit.common.exceptions import one_line
-from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import CannotReplay
-from mpkit.strategies.proof.attempt import Attempt
-from mpkit.strategies.proof.causes import cause_of_update
 from mpkit.strategies.proof.draws import SharedDraws
-from mpkit.strategies.proof.noise import Noise
-from mpkit.strategies.proof.rounding import distance, few_of, largest
-from mpkit.strategies.proof.whole_step import WholeStep
-from mpkit.strategies.reference.serial import Serial
+from mpkit.strategies.proof.rounding import SPREADS, distance, largest
 
-__all__ = ["Difference", "compare_buffers", "compare_gradients", "compare_weights", "same"]
+__all__ = ["Difference", "Noise", "Results", "difference_in_words", "run_user_code", "same"]
+
+Results = Mapping[str, Tensor | None]
+"""What a computation makes: gradients by the parameter's name, "buffer NAME", "output NUMBER", the loss by ""."""
+
+SHADOWS = 4.0
+"""How many times as far as a step in 16 bits is from the same in 32 bits two results in 16 bits may be apart: kernels
+sum up in 16 bits inside, as long as the batch is, which nobody can perturb from outside."""
+
+REPETITIONS = 3
+"""How often a computation is repeated to find out what rounding does to it."""
+
+CEILING = 3.0
+"""How many square roots of a rounding repetitions may be apart: 1e-3 in float32, 4e-8 in float64."""
+
+SMALL = 0.03
+"""The share of the largest gradient below which a gradient may be nothing but rounding."""
+
+
+class Noise:
+    """What rounding does to results.
+
+    Args:
+        repeat: repeat(seed) -> the results, with other roundings; those as they are for None.
+        dtype: the coarsest one in the computation.
+        widen: returns the results in 32 bits of a computation in 16 bits; nothing of any other.
+
+    Attributes:
+        ceiling: the largest difference that rounding explains, relative to what is compared: about 1e-3 in float32.
+        repeats_differ: whether repetitions differ by more, and as much as what was compared.
+
+    >>> Noise(lambda seed: {"": torch.tensor(1.0 + (seed or 0))}, torch.float64).spread("")
+    32.0
+    """
+
+    def __init__(
+        self,
+        repeat: Callable[[int | None], Results],
+        dtype: torch.dtype,
+        widen: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._repeat, self._widen, self.repeats_differ = repeat, widen, False
+        self._spread: dict[str, float] = {}
+        self._scales: dict[str, float] = {}
+        self.ceiling = CEILING * float(torch.finfo(dtype).eps) ** 0.5
+
+    def spread(self, name: str) -> float:
+        """Return how far two correct results of this name may be apart."""
+        if not self._spread:
+            self._spread = self._spreads()
+        return self._spread.get(name, 0.0)
+
+    def explains(self, by: float, name: str) -> bool:
+        """Return whether rounding explains a difference of a result.
+
+        Raises:
+            CannotReplay: repetitions differ as much, by more than rounding explains; or they fail.
+        """
+        bound, scale = self.spread(name), self._scales[name]
+        if self.ceiling * scale < by <= bound:
+            self.repeats_differ = True
+            what = f"the gradient of {name}" if name else "the loss"
+            what = name if name.startswith(("buffer ", "output ")) else what
+            raise CannotReplay(
+                f"repeats of the step differ by {bound / SPREADS / scale if scale else inf:.0e} in {what}, so "
+                "something in it is not the same each time: random numbers that mpkit does not hear (os.urandom, a "
+                "generator of another library), the clock, or what a module keeps outside of itself"
+            )
+        return by <= bound
+
+    def _spreads(self) -> dict[str, float]:
+        base = self._repeat(None)
+        spread = dict.fromkeys(base, 0.0)
+        for seed in range(REPETITIONS):
+            for name, result in self._repeat(seed).items():
+                known = base.get(name)
+                if result is not None and known is not None and result.shape == known.shape:
+                    spread[name] = max(spread[name], distance(result, known))
+        found = {name: SPREADS * by for name, by in spread.items()}
+        for name, wide in self._widen().items():
+            known = base[name]
+            found[name] += 0.0 if known is None else SHADOWS * distance(known, wide)
+        # A gradient that is zero but for rounding has that of the others.
+        sizes = {name: largest(value) for name, value in base.items() if value is not None}
+        gradients = [name for name in found if name and not name.startswith(("buffer ", "output "))]
+        least = SMALL * max((sizes.get(name, 0.0) for name in gradients), default=0.0)
+        self._scales = sizes | {name: max(sizes.get(name, 0.0), least) for name in gradients}
+        return found
 
 
 @dataclass
@@ -64,83 +153,36 @@ def same(
             cause = (
                 f"The cause is unknown, since the step cannot be repeated to look for it: {one_line(error)}."
             )
+    raise Difference(f"{what} is {difference_in_words(got, wanted)}", cause)
+
+
+def difference_in_words(got: Tensor, wanted: Tensor) -> str:
+    """Return the elements at which two tensors differ most.
+
+    >>> difference_in_words(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+    '2 and not 2.5'
+    """
     wide = torch.promote_types(wanted.dtype, torch.float64)  # complex stays complex
     a, b = (each.detach().reshape(-1).to(wide) for each in (got, wanted))
-    at = int(torch.nan_to_num((a - b).abs(), nan=float("inf")).argmax())
-    raise Difference(f"{what} is {a[at].item():.6g} and not {b[at].item():.6g}", cause)
+    at = int(torch.nan_to_num((a - b).abs(), nan=inf).argmax())
+    return f"{a[at].item():.6g} and not {b[at].item():.6g}"
 
 
-def compare_gradients(
-    found: WholeStep, gradients: dict[str, Tensor | None], noise: Noise, few: float
-) -> None:
-    """Compare each rank's gradients with those of the whole batch; `few`: as by `few_of`."""
-    doubt: CannotReplay | None = None
-    for where, got, _ in found.held:
-        wanted = gradients[where.name]
-        count = found.before[where.name].numel() if got is None else got.numel()
-        if wanted is None or got is None:
-            one = got if wanted is None else wanted
-            if one is not None and largest(one) > 0.0:
-                which = "the ranks have" if wanted is None else "serial training has"
-                raise Difference(f"only {which} a gradient of {where.name}, of up to {largest(one):.3g}")
-            continue
-        what = f"the gradient of {where.name} on rank {where.rank}"
-        allowed = few * largest(wanted)
-        try:
-            same(what, got, where.take(wanted, count), allowed, noise, where.name)
-        except CannotReplay as error:  # another gradient may differ by more than repetitions do
-            if not noise.repeats_differ:
-                raise
-            doubt = doubt or error
-    if doubt is not None:
-        raise doubt
+@contextmanager
+def run_user_code(what: str) -> Iterator[None]:
+    """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
 
-
-def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
-    """Compare what ranks have updated; return the largest difference, relative to the largest weight of its tensor."""
-    most = 0.0
-    for where, _, after in found.held:
-        weight = serial.weights[where.name]
-        wanted = where.take(weight.detach(), after.numel())
-        if not wanted.numel():
-            continue
-        scale = largest(weight)
-        by = distance(after.to(wanted.device), wanted)
-        few = few_of(weight.dtype, 0) * scale
-        try:
-            same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
-        except Difference as difference:
-            difference.cause = cause_of_update(job, where.name)
+    Raises:
+        CannotReplay: the user's code raises, or an operator that it calls.
+    """
+    try:
+        yield
+    except (CannotReplay, SharedDraws):
+        raise
+    except Exception as error:
+        where = traceback.walk_tb(error.__traceback__)
+        if [frame.f_globals.get("__name__", "") for frame, _ in where][-1].startswith(
+            ("mpkit.strategies.proof.", "mpkit.strategies.wrappers.")
+        ):
             raise
-        most = max(most, by / scale if scale else 0.0)
-    for rank, name in found.other_replicas(after=True):
-        raise Difference(f"rank {rank} goes on with another {name} than the one that was updated")
-    return most
-
-
-def compare_buffers(
-    job: TrainJob, serial: Serial, found: WholeStep, attempt: Attempt, noise: Noise, few: float
-) -> str:
-    """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
-    wanted = dict(serial.model.named_buffers())
-    plan, words, after = job.plan, "", dict[str, Tensor]()
-    in_parts = cache(attempt.buffers_in_parts)
-    for rank, held in enumerate(found.buffers):
-        for name, got in held.items():
-            if name not in wanted or got.shape != wanted[name].shape:
-                continue
-            what = f"the buffer {name} on rank {rank}"
-            allowed = few * largest(wanted[name]) if got.is_floating_point() or got.is_complex() else 0.0
-            try:
-                same(what, got, wanted[name], allowed, noise, f"buffer {name}")
-            except Difference:
-                if plan.dp * plan.microbatches == 1:
-                    raise
-                part = in_parts(plan.mesh.place(rank).dp)[name]
-                same(what, got, part, allowed, noise, f"buffer {name}")
-                if plan.mesh.place(rank).dp == 0:  # all replicas go on with the first one's
-                    after[name] = got
-                words = f"the buffer {name} is that of the parts of the batch, one after another"
-    for name, value in after.items():
-        wanted[name].copy_(value)
-    return words
+        raise CannotReplay(f"{what} fails in plain PyTorch: {one_line(error)}") from error

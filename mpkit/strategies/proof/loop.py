@@ -1,10 +1,11 @@
 """LoopProof: the first steps of a wrapped module in a loop of one's own, compared with those of the plain module.
 
 attach      the wrapped module has to have the plain one's weights, which are the same on all ranks
-forward     the plain module does it too: outputs and buffers have to be equal
-backward    the plain module's, from the gradients that the wrapped outputs received
-step        when the optimizer begins: the gradients have to be the mean over the ranks of the plain ones
-            (`step_gradients`); when it ends: all ranks have to hold the same weights, from which the next step begins
+forward     what it is given and what it makes is noted
+backward    the gradients that the wrapped outputs receive are noted, and those of parameters at its end
+step        when the optimizer begins, the plain module does the same forwards and backwards: outputs and buffers have
+            to be equal, and the gradients the mean over the ranks of the plain ones (`step_gradients`); when it ends:
+            all ranks have to hold the same weights, from which the next step begins
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpkit.common.torch_private import _current_graph_task_id, _execution_engine, _will_engine_execute_node
+from mpkit.common.torch_private import _execution_engine
 from mpkit.plan.plan import Plan
 from mpkit.strategies.models.heard_draws import CannotReplay, ForwardDraws, HeardDraws
 from mpkit.strategies.models.hooks import hooks_on, is_ours
 from mpkit.strategies.models.nested_values import flatten, is_opaque, rebuild
+from mpkit.strategies.proof.backwards import ModuleBackwards
+from mpkit.strategies.proof.compare import Difference, Noise, difference_in_words, run_user_code, same
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
-from mpkit.strategies.proof.held_tensors import HeldTensors, kept, local, whole
-from mpkit.strategies.proof.kept_values import kept_attributes, kept_of_graph, tensors_of
-from mpkit.strategies.proof.noise import run_user_code
-from mpkit.strategies.proof.plain_module import CLOSE, PlainForward, PlainModule, Received
-from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.proof.plain_module import (
+    CLOSE,
+    PlainForward,
+    PlainModule,
+    kept_attributes,
+    kept_of_graph,
+    tensors_of,
+)
+from mpkit.strategies.proof.ranks import HeldTensors, Ranks, kept, local, whole
 from mpkit.strategies.proof.rounding import FEW, coarsest, distance, largest
-from mpkit.strategies.proof.step_gradients import StepGradients, compare_step, largest_difference
+from mpkit.strategies.proof.step_gradients import StepGradients, compare_step
 from mpkit.strategies.runtime.evidence import digest_of
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace.proof import number_steps, power
@@ -40,9 +47,17 @@ SEEDS = (
     "The ranks have built other weights (another seed per rank), and this wrapper does not send the first rank's. What "
     "works: torch.manual_seed(0) on every rank before the model is built; then torch.manual_seed(rank) for dropout"
 )
+SAME_MASK = (
+    "ranks draw the same random numbers for different samples, so they drop out the same elements. What works: "
+    "torch.manual_seed(rank) once the model is built"
+)
 ELSE = (
     "It computed with other weights, buffers or random numbers, or depends on something that is not in the module: "
     "the rank, a global, the process group."
+)
+STALE = (
+    "It computed with the weights from before the last update: the shards, or the copies that it computes with, are "
+    "stale, since nobody has gathered or sent them again after optimizer.step()."
 )
 
 
@@ -71,8 +86,8 @@ class LoopProof:
         self._tp, self._synchronizes = tp, synchronizes
         self.active, self.line = True, ""
         self._handles: list[Any] = []
-        self._heard: Any = None
-        self._step, self._worst, self._depth = 1, 0.0, 0
+        self._hearing: Any = None  # HeardDraws
+        self._step, self._worst, self._depth, self._apart = 1, 0.0, 0, False
         self._weights_before: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self.ranks.same_model(plain.module)
@@ -81,12 +96,11 @@ class LoopProof:
     def _new_step(self) -> None:
         self._begun, self._compared, self._why_not = False, False, ""
         self._now: PlainForward | None = None
+        self._forwards: list[PlainForward] = []
         self._drew = ""
-        self._wrong_output: tuple[list[Tensor], list[Tensor]] | None = None
-        self._seen: list[list[Received]] = []  # of each backward, the forwards that it went through
-        self._pending: dict[int, Received] = {}
-        self._task, self._had = -1, False
-        self._gradients = StepGradients(apart=getattr(self, "_apart", False))
+        self._wrong_output: tuple[Tensor, Tensor] | None = None
+        self._had = False  # whether there were gradients at the end of the last backward
+        self._gradients = StepGradients(apart=self._apart)
         self.ranks.new_step()
 
     # ---- attach
@@ -103,29 +117,29 @@ class LoopProof:
         before = held.take_weights(self._plain.parameters)
         for name, now in self._plain.parameters.items():
             if not torch.equal(before[name], now.detach()):
-                difference = largest_difference(now, before[name])
                 self.ranks.findings.append(
-                    f"{name}, once wrapped, is not what it is in rank {self.ranks.ranks[0]}'s plain module: "
-                    f"{difference}. {SEEDS}"
+                    f"{name}, once wrapped, is not what it is in rank {self.ranks.ranks[0]}'s plain module: an element "
+                    f"is {difference_in_words(now, before[name])}. {SEEDS}"
                 )
                 break
         self.ranks.findings += self._plain.follow(module)
         self._agree()
-        parameters = held.named.items()
-        self._hooks = {name: _hooks_of(parameter) for name, parameter in parameters}
-        self._nodes = [
-            torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters if p.requires_grad
-        ]
+        self._hooks = {name: _hooks_of(parameter) for name, parameter in held.named.items()}
         self._apart = any(hasattr(inner, "set_requires_gradient_sync") for inner in module.modules())
         self._new_step()
         if not listens:
             return
+        self._backwards = ModuleBackwards(
+            held.named.values(), self._begin_backward, self._end_backward, apart=self._apart
+        )
+        trained = {name: p for name, p in held.named.items() if p.requires_grad}
         self._handles = [
+            self._backwards,
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
-            *(p.register_hook(partial(self._hear_past, n)) for n, p in parameters if p.requires_grad),
+            *(p.register_hook(partial(self._hear_past, name)) for name, p in trained.items()),
         ]
 
     def _take_weights(self) -> None:
@@ -142,19 +156,18 @@ class LoopProof:
             return
         self.enter(args, kwargs)
         if self._now is not None and self._tp is not None:
-            drawn: list[Tensor] = []
-            self._heard = HeardDraws(drawn), drawn
-            self._heard[0].__enter__()
+            self._drawn: list[Tensor] = []
+            self._hearing = HeardDraws(self._drawn)
+            self._hearing.__enter__()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what there is before a forward."""
         self._now = None
         if not self.active or not torch.is_grad_enabled():
             return
-        self._finish_backward()
         if self._compared:
             self._new_step()
-        elif self._gradients.own and self._held.versions() != self._versions:
+        elif any(self._gradients.heard) and self._held.versions() != self._versions:
             self._close(
                 "not verified: something else than step() of one of torch's optimizers has changed the weights; "
                 "compare(), a method of what mk.prove returns, compares the gradients before that"
@@ -163,32 +176,35 @@ class LoopProof:
         if not self._begun:
             self._take_weights()
             self._begun, self._versions = True, self._held.versions()
+            self._gradients.before = {} if self._handles else self._gradients_now()
         if any(map(is_opaque, flatten((args, kwargs))[0])):
             self._why_not = "forward takes an iterator, a generator or a function, which cannot be read twice"
         if not self._why_not:
             self.ranks.note_mode(self._module)
             self._now = self._plain.note_start(self._module, args, kwargs)
             if self._synchronizes():
-                self.ranks.digests.append(
-                    {f"the buffer {n}": digest_of(b) for n, b in self._now.buffers.items()}
-                )
+                buffers = self._now.buffers.items()
+                self.ranks.digests.append({f"the buffer {name}": digest_of(b) for name, b in buffers})
 
     def _leave(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        """Repeat the forward in plain PyTorch and compare; return the output, whose backward is heard."""
+        """Note what a forward has made; return the output, whose backward is heard."""
         seen, self._now = self._now, None
-        if self._heard is not None:
-            self._heard[0].__exit__(None, None, None)
+        if self._hearing is not None:
+            self._hearing.__exit__(None, None, None)
+            self._hearing = None
         if seen is None or output is None:
             return None
-        if self._tp is not None:
-            drawn = [each.cpu() for each in self._heard[1]]
-            seen.draws = StepDraws(Plan(tp=self._tp.size), 1, [{(0, 0): of} for of in self._tp.all(drawn)])
-            self._heard = None
         made = tensors_of((output, kept_of_graph(self._module)))
-        if not self._forward(seen, [_whole_output(tensor).detach() for tensor in made]):
-            return None
+        if self._tp is not None:
+            drawn = self._tp.all([each.cpu() for each in self._drawn])
+            seen.draws = StepDraws(Plan(tp=self._tp.size), 1, [{(0, 0): of_rank} for of_rank in drawn])
+        elif self._plain.drew(seen):
+            self._drew = self._drew or digest_of(seen.random.torch[0])
+        seen.got = {f"output {i}": _whole_output(each).detach().clone() for i, each in enumerate(made)}
+        seen.got |= {f"buffer {n}": whole(b).detach().clone() for n, b in self._module.named_buffers()}
+        self._forwards.append(seen)
         copies = {
-            id(tensor): self._hear(tensor.clone(), seen, place)
+            id(tensor): self._hear(tensor.clone(), len(self._forwards) - 1, place)
             for place, tensor in enumerate(made)
             if tensor.grad_fn is not None
         }
@@ -199,130 +215,56 @@ class LoopProof:
         leaves, shape = flatten(output)
         return rebuild(shape, [copies.get(id(leaf), leaf) for leaf in leaves])
 
-    def _forward(self, seen: PlainForward, got: list[Tensor]) -> bool:
-        """Repeat a forward, and compare; return whether that is possible."""
-        try:
-            with run_user_code("forward"):
-                seen.outputs = self._plain.forward(seen)
-            self._compare_forward(seen, got)
-        except (CannotReplay, SharedDraws) as error:
-            if isinstance(error, SharedDraws):
-                self.ranks.findings.append(f"{error}.")
-            self._why_not = str(error)
-        return not self._why_not
+    # ---- backward
 
-    def _compare_forward(self, seen: PlainForward, got: list[Tensor]) -> None:
-        if self._tp is None and self._plain.drew(seen):
-            self._drew = self._drew or digest_of(seen.random.cpu)
-        wanted = seen.outputs
-        if [t.shape for t in got] != [t.shape for t in wanted]:
-            shapes, others = ([list(t.shape) for t in each] for each in (got, wanted))
-            self.ranks.findings.append(
-                f"the outputs of forward have the shapes {shapes}, and {others} in plain PyTorch."
-            )
-            return
-        named = dict(self._module.named_buffers())
-        pairs = [(f"output {i}", one, other) for i, (one, other) in enumerate(zip(got, wanted, strict=True))]
-        for name, buffer in self._plain.module.named_buffers():
-            if name in named and named[name].shape == buffer.shape:  # and not divided
-                pairs.append((f"buffer {name}", whole(named[name]), buffer))
-        eps, noise = torch.finfo(self._plain.dtype_of(seen)).eps, self._plain.noise_of_forward(seen)
-        for what, one, other in pairs:
-            few = FEW * eps * largest(other) if one.is_floating_point() or one.is_complex() else 0.0
-            by = distance(one, other)
-            if by > few and by > few + noise.spread(what):
-                said = f"the {what} after forward" if what.startswith("buffer") else f"{what} of forward"
-                said = "the output of forward" if len(got) == 1 and what == "output 0" else said
-                self._wrong_output = got, wanted
-                cause = self._cause_of_forward(seen, got)
-                self.ranks.findings.append(f"{said}: {largest_difference(one, other)}. {cause}")
-                return
-
-    def _cause_of_forward(self, seen: PlainForward, got: list[Tensor]) -> str:
-        for name, training in (("training", True), ("evaluation", False)):
-            if self._plain.explains(seen, got, training=training) and training != self._plain_mode(seen):
-                return f"The wrapped module computed in {name} mode."
-        if self._weights_before and self._plain.explains(seen, got, weights=self._weights_before):
-            return (
-                "It computed with the weights from before the last update: the shards, or the copies that it computes "
-                "with, are stale, since nobody has gathered or sent them again after optimizer.step()."
-            )
-        return ELSE
-
-    def _plain_mode(self, seen: PlainForward) -> bool:
-        return bool(seen.modes[""]["training"])
-
-    def _hear(self, output: Tensor, seen: PlainForward, place: int) -> Tensor:
+    def _hear(self, output: Tensor, forward: int, place: int) -> Tensor:
         """Hear the gradient that reaches an output of a forward; of divided logits, those of all ranks' parts."""
 
         def receive(gradient: Tensor) -> None:
-            if not self.active or not self._reaches_parameters():
+            if not self.active or self._compared or not self._backwards.arrive():
                 return
             if torch.is_grad_enabled():
                 self._why_not = (
                     "second derivatives (create_graph=True) reach the parameters past the model's outputs"
                 )
-            if _current_graph_task_id() != self._task:
-                self._begin_backward()
             gradient = gradient.detach().clone()
             if isinstance(output, DividedLogits):
-                gradient = torch.cat(
-                    [part.to(gradient.device) for part in self.ranks.all(gradient.cpu())], -1
-                )
-            self._pending.setdefault(id(seen), (seen, {}))[1][place] = whole(gradient)
+                parts = self.ranks.all(gradient.cpu())
+                gradient = torch.cat([part.to(gradient.device) for part in parts], -1)
+            self._gradients.heard[-1].setdefault(forward, {})[place] = whole(gradient)
 
         output.register_hook(receive)
         return output
 
-    # ---- backward
-
-    def _reaches_parameters(self) -> bool:
-        """Return whether the backward that runs accumulates gradients, and is not torch.autograd.grad."""
-        if self._apart:
-            return True
-        try:
-            return any(_will_engine_execute_node(node) for node in self._nodes)
-        except RuntimeError:  # torch.autograd.grad with respect to a parameter
-            return False
-
     def _begin_backward(self) -> None:
-        self._finish_backward()
-        self._task = _current_graph_task_id()
-        there = {n: kept(p.grad) for n, p in self._held.named.items()}
+        if not self.active or self._compared:
+            return
+        there = self._gradients_now()
         if not _any_there(there):
             if self._had:  # zeroed since the backward before
-                self._seen, self._gradients = [], StepGradients(apart=self._apart)
-        elif not self._gradients.own:
+                self._gradients = StepGradients(apart=self._apart)
+        elif not any(self._gradients.heard):
             self._gradients.before = there
+        self._gradients.heard.append({})
 
-        def last(again: bool = True) -> None:
-            if again:  # after what torch's wrappers do at the end
-                _execution_engine.queue_callback(partial(last, False))
-                return
-            held = self._held.named.items()
-            after = {n: kept(p.grad) for n, p in held}
-            self._gradients.after = after
-            self._had = _any_there(after)
+    def _end_backward(self) -> None:
+        if self.active and not self._compared:
+            _execution_engine.queue_callback(
+                self._note_gradients
+            )  # after what torch's wrappers do at the end
 
-        _execution_engine.queue_callback(last)
+    def _note_gradients(self) -> None:
+        self._gradients.after = self._gradients_now()
+        self._had = _any_there(self._gradients.after)
+
+    def _gradients_now(self) -> dict[str, Tensor | None]:
+        return {name: kept(parameter.grad) for name, parameter in self._held.named.items()}
 
     def _hear_past(self, name: str, gradient: Tensor) -> None:
         """Hear what autograd is about to accumulate."""
         if self.active and not self._compared:
             past, made = self._gradients.past, gradient.detach().clone()
             past[name] = past[name] + made if name in past else made
-
-    def _finish_backward(self) -> None:
-        """Do the plain module's backward of the last one."""
-        received, self._pending = list(self._pending.values()), {}
-        if not received or self._why_not:
-            return
-        try:
-            with run_user_code("backward"):
-                self._gradients.own.append(self._plain.backward(received))
-            self._seen.append(received)
-        except CannotReplay as error:
-            self._why_not = str(error)
 
     # ---- step
 
@@ -334,10 +276,8 @@ class LoopProof:
         if not self.active or not self._is_ours(optimizer):
             return
         self._depth += 1
-        if self._depth == 1 and not self._compared:
-            self._finish_backward()
-            if self._gradients.own or self._why_not:
-                self._compare()
+        if self._depth == 1 and not self._compared and (any(self._gradients.heard) or self._why_not):
+            self._compare()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.active or not self._is_ours(optimizer):
@@ -357,7 +297,6 @@ class LoopProof:
         Raises:
             NotSerial: on all ranks: the step is not that of plain PyTorch.
         """
-        self._finish_backward()
         if self.active:
             self._compare()
             self._close_if_done()
@@ -376,14 +315,14 @@ class LoopProof:
         if seen is not None:
             drawn = {place: [each.cpu() for each in of] for place, of in heard.draws.items()}
             seen.draws = draws(self.ranks.all(drawn))
+            seen.got = {"output 0": torch.tensor(loss)}
+            self._forwards.append(seen)
             if heard.others.drawn:
                 self._why_not = (
                     "the forward draws random numbers from Python's or NumPy's generators, not from torch's"
                 )
-            if self._forward(seen, [torch.tensor(loss)]):
-                self._pending[id(seen)] = seen, {0: torch.ones_like(seen.outputs[0])}
-                held = self._held.named.items()
-                self._gradients.after = {n: kept(p.grad) for n, p in held}
+            self._gradients.heard.append({0: {0: torch.ones(())}})
+            self._gradients.after = self._gradients_now()
         self.compare()
 
     def _compare(self) -> None:
@@ -391,6 +330,31 @@ class LoopProof:
             self._why_not = (
                 "a hook was registered on a parameter after the wrap, which the plain module has not"
             )
+        step, heard = self._gradients, [received for received in self._gradients.heard if received]
+        dtype, steps = (
+            self._plain.dtype_of(self._forwards),
+            partial(self._plain.repeat, self._forwards, heard),
+        )
+
+        def repeat(seed: int | None) -> dict[str, Tensor]:
+            made, own = steps(seed)
+            results = {
+                f"{name} of {i}": _real(each) for i, of in enumerate(made) for name, each in of.items()
+            }
+            for gradients in own:
+                for name, gradient in gradients.items():
+                    results[name] = results[name] + gradient if name in results else gradient
+            return results
+
+        noise = Noise(repeat, dtype)
+        try:
+            if not self._why_not:
+                with run_user_code("the step"):
+                    made, step.own = steps()
+                self._check_forwards(made, noise, torch.finfo(dtype).eps)
+        except (CannotReplay, SharedDraws) as error:
+            self.ranks.findings += [f"{error}."] if isinstance(error, SharedDraws) else []
+            self._why_not = str(error)
         self._explain_outputs()
         if self.ranks.any(bool(self.ranks.findings)):
             self._agree()
@@ -398,34 +362,63 @@ class LoopProof:
             self._close(f"not verified: {why_not}")
             return
         self._agree()
-        dtypes = [self._plain.dtype_of(seen) for received in self._seen for seen, _ in received]
-        eps = max(torch.finfo(d).eps for d in (*dtypes, coarsest(self._held.named.values())))
-        noise = self._plain.noise_of_backwards(self._seen)
-        verdict = compare_step(self._gradients, self._plain.parameters, self._held, self.ranks, noise, eps)
+        eps = max(torch.finfo(each).eps for each in (dtype, coarsest(self._held.named.values())))
+        verdict = compare_step(step, self._plain.parameters, self._held, self.ranks, noise, eps)
         if verdict.why_not:
             self._close(f"not verified: {verdict.why_not}")
             return
-        self.ranks.findings += verdict.findings
+        self.ranks.findings += [verdict.finding] if verdict.finding else []
         self._worst = max(self._worst, verdict.worst)
         if verdict.note:
             self.ranks.notes[verdict.note] = None
         self._agree()
         self._step, self._compared = self._step + 1, True
 
+    def _check_forwards(self, made: list[dict[str, Tensor]], noise: Noise, eps: float) -> None:
+        """Compare what each forward made, up to the first difference."""
+        for number, (seen, wanted) in enumerate(zip(self._forwards, made, strict=True)):
+            outputs = [tensor for name, tensor in wanted.items() if name.startswith("output ")]
+            shapes, others = ([list(tensor.shape) for tensor in each] for each in (seen.outputs, outputs))
+            if shapes != others:
+                says = f"the outputs of forward have the shapes {shapes}, and {others} in plain PyTorch."
+                self.ranks.findings.append(says)
+                return
+            for name, other in wanted.items():
+                one = seen.got.get(name)
+                if one is None or one.shape != other.shape:  # a buffer that is divided
+                    continue
+                what = f"the {name} after forward" if name.startswith("buffer ") else f"{name} of forward"
+                what = (
+                    "the output of forward" if len(outputs) == 1 and what == "output 0 of forward" else what
+                )
+                few = FEW * eps * largest(other) if one.is_floating_point() or one.is_complex() else 0.0
+                try:
+                    same(what, one, other, few, noise, f"{name} of {number}")
+                except Difference as difference:
+                    self._wrong_output = (seen.outputs[0], outputs[0]) if outputs else None
+                    self.ranks.findings.append(f"{difference.says}. {self._cause_of_forward(seen)}")
+                    return
+
+    def _cause_of_forward(self, seen: PlainForward) -> str:
+        for mode, training in (("training", True), ("evaluation", False)):
+            was = bool(seen.modes[""]["training"])
+            if training != was and self._plain.explains(seen, training=training):
+                return f"The wrapped module computed in {mode} mode."
+        if self._weights_before and self._plain.explains(seen, weights=self._weights_before):
+            return STALE
+        return ELSE
+
     def _explain_outputs(self) -> None:
         """Add what only all ranks together know of the forwards: shared random numbers, and sums that are missing."""
         every = self.ranks.all((self._drew, self._wrong_output is not None))
         drew = [state for state, _ in every if state]
         if len(set(drew)) < len(drew):
-            self.ranks.findings.append(
-                "ranks draw the same random numbers for different samples, so they drop out the same elements. What "
-                "works: torch.manual_seed(rank) once the model is built"
-            )
+            self.ranks.findings.append(SAME_MASK)
         if not all(wrong for _, wrong in every) or self._wrong_output is None:
             return
         got, wanted = self._wrong_output
-        total = self.ranks.mean(got[0].double()) * self.ranks.size
-        if distance(total, wanted[0].double()) <= CLOSE * largest(wanted[0]):
+        total = self.ranks.mean(got.double()) * self.ranks.size
+        if distance(total, wanted.double()) <= CLOSE * largest(wanted):
             self.ranks.findings[-1] = self.ranks.findings[-1].removesuffix(ELSE) + (
                 "It is this rank's part of a sum: the reduction over the ranks is missing in the forward."
             )
@@ -443,13 +436,17 @@ class LoopProof:
     def _close(self, line: str) -> None:
         self.active = False
         self.line = "; ".join([f"{self._who}: {line}", *self.ranks.notes])
-        self._gradients, self._seen, self._weights_before = StepGradients(), [], {}
+        self._gradients, self._forwards, self._weights_before = StepGradients(), [], {}
         if self.ranks.index == 0:
             print(self.line, flush=True)
 
 
 def _whole_output(tensor: Tensor) -> Tensor:
     return tensor.whole() if isinstance(tensor, DividedLogits) else whole(tensor)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 
 
 def _any_there(gradients: dict[str, Tensor | None]) -> bool:

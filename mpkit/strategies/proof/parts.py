@@ -8,6 +8,7 @@ loss     a sum over samples, a mean over something else than samples, or one tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isclose, isfinite
 from typing import Any
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data.microbatch import batch_size, part
+from mpkit.strategies.data.microbatch import batch_size
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.models.heard_draws import GivenDraws
 from mpkit.strategies.models.nested_values import flatten
-from mpkit.strategies.proof.attempt import Attempt, Found
+from mpkit.strategies.proof.attempt import ALL, Attempt
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import distance, largest
 
@@ -45,15 +46,19 @@ class Computed:
     Attributes:
         samples: their numbers.
         loss, count: the loss, and the count that it returned; None for a mean.
-        output: the model's outputs.
-        calls: of each module in the order of the calls, its name and what it returned.
+        calls: of each module in the order of the calls, its name and the leaves of what it returned; the last one is
+            the model.
     """
 
     samples: Samples
     loss: float
     count: float | None
-    output: list[Any]
     calls: list[tuple[str, list[Any]]]
+
+    @property
+    def output(self) -> list[Any]:
+        """The model's outputs."""
+        return self.calls[-1][1]
 
 
 def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
@@ -64,30 +69,24 @@ def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
         attempt: the step.
         tolerance: the relative difference up to which results are the same.
     """
-    size = batch_size(attempt.batch[0])
     parts = [(which, draws) for which, weight, draws in attempt.draws.parts() if weight]
     if len(parts) < 2:
         return ""
-    whole = _compute(attempt, slice(None), attempt.draws)
+    size = batch_size(attempt.batch[0])
+    whole = _compute(attempt, ALL, attempt.draws)
     split = [_compute(attempt, which, draws) for which, draws in parts]
     weights = _weights(split, size)
     put_together = sum(each.loss * weight for each, weight in zip(split, weights, strict=True))
     loss_differs = isfinite(whole.loss) and not abs(whole.loss - put_together) <= tolerance * max(
         abs(whole.loss), *(abs(each.loss) for each in split if isfinite(each.loss)), 0.0
     )
-    apart = _gradients_apart(attempt, parts, weights, tolerance)
+    apart = _gradients_apart(attempt, weights, tolerance)
     if not loss_differs and not apart:
         return ""
-    samples = [each.samples for each in split]
-    alike = all(len(each.output) == len(whole.output) for each in split)
-    rows = alike and all(
-        _same_rows(leaf, [each.output[i] for each in split], samples, tolerance)
-        for i, leaf in enumerate(whole.output)
-        if isinstance(leaf, Tensor) and leaf.dim()
-    )
-    model = attempt.serial.model
-    if not rows:
-        return _for_layer(plan, model, _first_that_differs(whole, split, tolerance) or "", [])
+    model, last = attempt.serial.model, len(whole.calls) - 1
+    if _differs(last, whole, split, tolerance, scalars=False):
+        differ = (i for i in range(last + 1) if _differs(i, whole, split, tolerance))
+        return _for_layer(plan, model, whole.calls[next(differ)][0], [])
     scalars = [
         leaf for i, leaf in enumerate(whole.output)
         if isinstance(leaf, Tensor) and not leaf.dim()
@@ -100,29 +99,25 @@ def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
     return _for_loss(plan, *_kind_of(attempt, whole, split, tolerance), whole.loss, put_together, size)
 
 
-def _compute(attempt: Attempt, which: slice, draws: StepDraws) -> Computed:
+def _compute(attempt: Attempt, which: slice, draws: StepDraws | None) -> Computed:
     """Compute some samples from the beginning of the step, without gradients."""
     serial, calls = attempt.begin_again(), list[tuple[str, list[Any]]]()
 
     def note(name: str) -> Any:
-        return lambda _module, _inputs, output: calls.append((name, _detached(output)))
+        return lambda _module, _inputs, output: calls.append((name, flatten(output)[0]))
 
     for name, module in serial.model.named_modules():
         module.register_forward_hook(note(name))
-    inputs, targets = (part(value, which) for value in attempt.batch)
-    draws.begin()
-    with torch.no_grad(), GivenDraws(draws.give):
+    inputs, targets = attempt.samples(which)
+    if draws is not None:
+        draws.begin()
+    with torch.no_grad(), nullcontext() if draws is None else GivenDraws(draws.give):
         output = serial.outputs(inputs)
         value = serial.loss(output, targets)
     pair = as_pair(value)
+    loss, count = (value, None) if pair is None else (pair[0] / pair[1], float(pair[1]))
     samples = range(batch_size(attempt.batch[0]))[which]
-    if pair is None:
-        return Computed(samples, float(value), None, _detached(output), calls)
-    return Computed(samples, float(pair[0] / pair[1]), float(pair[1]), _detached(output), calls)
-
-
-def _detached(value: Any) -> list[Any]:
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flatten(value)[0]]
+    return Computed(samples, float(loss), count, calls)
 
 
 def _weights(split: Sequence[Computed], size: int) -> list[float]:
@@ -133,20 +128,16 @@ def _weights(split: Sequence[Computed], size: int) -> list[float]:
     return [(each.count or 0.0) / total if total else 0.0 for each in split]
 
 
-def _gradients_apart(
-    attempt: Attempt, parts: Sequence[tuple[slice, StepDraws]], weights: Sequence[float], tolerance: float
-) -> list[str]:
+def _gradients_apart(attempt: Attempt, weights: Sequence[float], tolerance: float) -> list[str]:
     """Return the names of parameters whose gradient is not that of the parts together."""
-    whole: Found = attempt.run(attempt.begin_again())
-    total: dict[str, Tensor] = {}
-    for (which, draws), weight in zip(parts, weights, strict=True):
-        inputs, targets = (part(value, which) for value in attempt.batch)
-        for name, gradient in attempt.run(attempt.begin_again(), (inputs, targets), draws)[1].items():
+    whole, total = attempt.whole[1], dict[str, Tensor]()
+    for part, weight in zip(attempt.parts(), weights, strict=True):
+        for name, gradient in part.found[1].items():
             if gradient is not None:
                 total[name] = total.get(name, torch.zeros_like(gradient)) + gradient * weight
-    most = max((largest(g) for g in whole[1].values() if g is not None), default=0.0)
+    most = max((largest(g) for g in whole.values() if g is not None), default=0.0)
     names = []
-    for name, gradient in whole[1].items():
+    for name, gradient in whole.items():
         other = total.get(name)
         if gradient is None or other is None:
             there = gradient if other is None else other
@@ -157,19 +148,22 @@ def _gradients_apart(
     return names
 
 
-def _first_that_differs(whole: Computed, split: Sequence[Computed], tolerance: float) -> str | None:
-    """Return the name of the innermost module whose output differs first; None if all are the same."""
+def _differs(
+    i: int, whole: Computed, split: Sequence[Computed], tolerance: float, *, scalars: bool = True
+) -> bool:
+    """Return whether a call of a module made something else of a sample in a part than in the whole batch."""
+    name, leaves = whole.calls[i]
+    i = i if i + 1 < len(whole.calls) else -1  # the model's own, however many there were before
+    others = [each.calls[i] if i < len(each.calls) else ("", []) for each in split]
+    if any(other[0] != name or len(other[1]) != len(leaves) for other in others):
+        return True
     samples = [each.samples for each in split]
-    for i, (name, leaves) in enumerate(whole.calls):
-        others = [each.calls[i] if i < len(each.calls) else ("", []) for each in split]
-        if any(other[0] != name or len(other[1]) != len(leaves) for other in others):
-            return name
-        for j, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not _same_rows(
-                leaf, [o[1][j] for o in others], samples, tolerance
-            ):
-                return name
-    return None
+    return any(
+        isinstance(leaf, Tensor)
+        and (scalars or leaf.dim() > 0)
+        and not _same_rows(leaf, [other[1][j] for other in others], samples, tolerance)
+        for j, leaf in enumerate(leaves)
+    )
 
 
 def _same_rows(whole: Tensor, parts: Sequence[Any], samples: Sequence[Samples], tolerance: float) -> bool:
@@ -207,19 +201,10 @@ def _kind_of(
         return ("mean" if all(isfinite(each.loss) for each in split) else "whole"), ""
     few = [slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 2), slice(1, 3), slice(0, 3)]
     try:
-        losses = [_loss_of(attempt, which) for which in few]
+        losses = [_compute(attempt, which, None).loss for which in few]
     except Exception as error:  # the loss may be undefined for so few samples
         return "whole", f" Of one, two or three samples it raises {one_line(error)}."
     return ("mean" if _is_weighted_mean(*losses, tolerance=tolerance) else "whole"), ""
-
-
-def _loss_of(attempt: Attempt, which: slice) -> float:
-    serial = attempt.begin_again()
-    with torch.no_grad():
-        inputs, targets = (part(value, which) for value in attempt.batch)
-        value = serial.loss(serial.outputs(inputs), targets)
-    pair = as_pair(value)
-    return float(value) if pair is None else float(pair[0] / pair[1])
 
 
 def _is_weighted_mean(

@@ -1,44 +1,44 @@
-"""The plain module beside a wrapped one: each of its forwards and backwards again, in PyTorch without a strategy.
+"""The plain module beside a wrapped one: the forwards and backwards of a step again, in PyTorch without a strategy.
 
 forward     the same inputs, mode, attributes, buffers and random numbers, as they were before the wrapped forward
-backward    from the gradients that reached the wrapped forward's outputs
-noise       both again with other roundings, for how far two correct results may be apart
+backward    from the gradients that reached the wrapped outputs
+
+A step can be repeated with other roundings, which tells how far two correct results may be apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
-from mpkit.strategies.models.nested_values import flatten, rebuild
+from mpkit.strategies.models.nested_values import ATOMS, flatten, rebuild
 from mpkit.strategies.proof.draws import StepDraws
-from mpkit.strategies.proof.kept_values import (
-    RandomStates,
-    apart_from_graph,
-    kept_attributes,
-    kept_of_graph,
-    settings,
-    tensors_of,
-)
-from mpkit.strategies.proof.noise import Noise
-from mpkit.strategies.proof.rounding import RoundingMode, coarsest, distance, largest
+from mpkit.strategies.proof.rounding import coarsest, distance, largest, rounded
 from mpkit.strategies.stage.stage import call, cast_module
 
-__all__ = ["CLOSE", "Gradients", "PlainForward", "PlainModule", "Received", "wide"]
+__all__ = [
+    "CLOSE", "Gradients", "PlainForward", "PlainModule", "Received", "kept_attributes", "kept_of_graph", "tensors_of",
+    "wide",
+]  # fmt: skip
 
 CLOSE = 1e-3
 """The relative difference up to which another computation explains a result."""
 
+OF_TORCH = {key for key in vars(nn.Module()) if key != "training"}
+"""Attributes of modules that are PyTorch's own."""
+
 Gradients = dict[str, Tensor]
 Loss = Callable[[Any, Any], Any]
-Received = tuple["PlainForward", dict[int, Tensor]]
-"""A forward of which a backward was made: the gradients of its outputs, by place."""
+Received = dict[int, dict[int, Tensor]]
+"""What a backward was made of: by the number of a forward in the step, the gradients of its outputs, by place."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class PlainForward:
         autocast: whether torch.autocast is on, and its dtype.
         buffers: before the forward, by name.
         draws: the random numbers of all ranks, where each draws its own for its part.
-        outputs: the tensors that the plain module returned.
+        got: "output NUMBER" and "buffer NAME" that the wrapped module made.
     """
 
     args: tuple[Any, ...]
@@ -60,9 +60,14 @@ class PlainForward:
     modes: dict[str, dict[str, Any]]
     random: RandomStates
     autocast: tuple[bool, torch.dtype]
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor]
     draws: StepDraws | None = None
-    outputs: list[Tensor] = field(default_factory=list)
+    got: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The tensors that the wrapped module returned."""
+        return [tensor for name, tensor in self.got.items() if name.startswith("output ")]
 
     def use_draws(self, *, again: bool = False) -> AbstractContextManager[Any]:
         """Return a context that gives the ranks' random numbers; not `again`, to a forward that a backward repeats."""
@@ -70,6 +75,10 @@ class PlainForward:
             return nullcontext()
         self.draws.begin()
         return GivenDraws(_never if again else self.draws.give)
+
+
+def _never(shape: tuple[int, ...], probability: float | None) -> Tensor:
+    raise CannotReplay("a forward that a backward repeats draws random numbers, and ranks draw their own")
 
 
 class PlainModule:
@@ -104,14 +113,12 @@ class PlainModule:
         """Note what is there before a forward of the wrapped module."""
         modes = {name: self._follow_attributes(name, now) for name, now in settings(module).items()}
         for name, key, leaves, shape in kept_attributes(module):
-            modes[name][key] = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
-        leaves, shape = flatten((args, kwargs))
-        args, kwargs = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
+            modes[name][key] = rebuild(shape, [_apart(leaf) for leaf in leaves])
+        args, kwargs = _copied((args, kwargs))
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        random = RandomStates.capture(module, self.device)
-        return PlainForward(args, kwargs, modes, random, autocast, buffers)
+        return PlainForward(args, kwargs, modes, RandomStates(module, self.device), autocast, buffers)
 
     def _follow_attributes(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes of the plain module: its own where the wrapped module's are as at first."""
@@ -123,22 +130,18 @@ class PlainModule:
         """Repeat a forward, and return the tensors of its outputs and those that layers keep, each once."""
         for name, inner in self.module.named_modules():
             for key, value in seen.modes.get(name, {}).items():
-                leaves, shape = flatten(value)
-                vars(inner)[key] = rebuild(shape, [apart_from_graph(leaf, self._dtype) for leaf in leaves])
+                vars(inner)[key] = _copied(value, self._dtype)
         # New ones: a graph of an earlier forward may keep those that there are.
-        there = {name: (b, seen.buffers.get(name, b)) for name, b in self.module.named_buffers()}
-        new = {
-            id(b): now.to(b, copy=True) for b, now in there.values() if b.shape == now.shape
-        }  # not divided
+        there = [(b, seen.buffers.get(name, b)) for name, b in self.module.named_buffers()]
+        new = {id(b): now.to(b, copy=True) for b, now in there if b.shape == now.shape}  # not divided
         for inner in self.module.modules():
             for key, buffer in inner._buffers.items():
                 inner._buffers[key] = new.get(id(buffer), buffer)
-        leaves, shape = flatten((seen.args, seen.kwargs))
-        args, kwargs = rebuild(shape, [apart_from_graph(leaf, self._dtype) for leaf in leaves])
+        args, kwargs = _copied((seen.args, seen.kwargs), self._dtype)
         on, dtype = seen.autocast
         autocast = torch.autocast(self.device.type, dtype=dtype, enabled=on, cache_enabled=False)
-        random = seen.random.draw_from(self.module, self.device)
-        with torch.enable_grad(), autocast, random, seen.use_draws():
+        states = seen.random.draw_from(self.module, self.device)
+        with torch.enable_grad(), autocast, states, seen.use_draws():
             output = self._output(args, kwargs)
         return tensors_of((output, kept_of_graph(self.module)))
 
@@ -149,103 +152,167 @@ class PlainModule:
         value = self._loss(call(self.module, inputs, first=True), targets)
         return value[0] / value[1] if isinstance(value, (tuple, list)) else value
 
-    def dtype_of(self, seen: PlainForward) -> torch.dtype:
-        """Return the dtype of a forward with the coarsest rounding."""
-        others = [leaf for leaf in flatten((seen.args, seen.kwargs))[0] if isinstance(leaf, Tensor)]
-        others += [torch.empty(0, dtype=seen.autocast[1])] if seen.autocast[0] else []
-        return coarsest(self.module, [*others, *seen.outputs])
+    def dtype_of(self, forwards: Sequence[PlainForward]) -> torch.dtype:
+        """Return the dtype of forwards with the coarsest rounding."""
+        others = [torch.empty(0, dtype=seen.autocast[1]) for seen in forwards if seen.autocast[0]]
+        data = [tensors_of((seen.args, seen.kwargs, seen.outputs)) for seen in forwards]
+        return coarsest(self.module, others, *data)
 
     def drew(self, seen: PlainForward) -> bool:
         """Return whether torch's random numbers were drawn since a forward began."""
-        return seen.random.drew(RandomStates.capture(self.module, self.device))
+        pairs = zip(seen.random.torch, RandomStates(self.module, self.device).torch, strict=True)
+        return not all(torch.equal(before, now) for before, now in pairs)
 
     def explains(
-        self, seen: PlainForward, got: Sequence[Tensor], *, training: bool | None = None,
-        weights: dict[str, Tensor] | None = None,
-    ) -> bool:  # fmt: skip
+        self, seen: PlainForward, *, training: bool | None = None, weights: Mapping[str, Tensor] | None = None
+    ) -> bool:
         """Return whether another mode, or other weights, make a forward's outputs of what it got."""
         modes = seen.modes
         if training is not None:
             seen.modes = {inner: {**of, "training": training} for inner, of in modes.items()}
         now = {name: p.detach().clone() for name, p in self.parameters.items()} if weights else {}
-        with self._keep_unchanged():
-            self._set_weights(weights or {})
-            other = self.forward(seen)
-            self._set_weights(now)
+        self._set_weights(weights or {})
+        other = self.forward(seen)
+        self._set_weights(now)
         seen.modes = modes
-        pairs = zip(got, other, strict=True)
+        pairs = zip(seen.outputs, other, strict=True)
         return all(a.shape == b.shape and distance(a, b) <= CLOSE * largest(b) for a, b in pairs)
 
     @torch.no_grad()
-    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
             self.parameters[name].copy_(weight)
 
-    # ---- backward
+    # ---- a step
 
-    def backward(self, received: Sequence[Received]) -> Gradients:
-        """Return the gradients of a backward from the gradients that outputs received, in float64."""
-        for seen, gradients in received:
-            outputs = {i: seen.outputs[i] for i in gradients if seen.outputs[i].requires_grad}
-            if outputs:
-                given = [gradients[i].to(output) for i, output in outputs.items()]
-                with seen.use_draws(again=True):
-                    torch.autograd.backward(list(outputs.values()), given, retain_graph=True)
-        made = {name: wide(p.grad) for name, p in self.parameters.items() if p.grad is not None}
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        return made
+    def repeat(
+        self, forwards: Sequence[PlainForward], backwards: Sequence[Received], seed: int | None = None
+    ) -> tuple[list[dict[str, Tensor]], list[Gradients]]:
+        """Return what each forward makes, as in `PlainForward.got`, and the gradients of each backward, in float64.
 
-    # ---- noise
-
-    def noise_of_forward(self, seen: PlainForward) -> Noise:
-        """Return how far roundings bring a forward's results apart, by "output 0" and "buffer NAME"."""
-
-        def repeat(seed: int | None) -> dict[str, Tensor]:
-            with self._keep_unchanged(), _rounded(seed):
-                outputs = self.forward(seen)
-                buffers = dict(self.module.named_buffers())
-            made = {f"output {i}": output for i, output in enumerate(outputs)}
-            return made | {f"buffer {name}": buffer for name, buffer in buffers.items()}
-
-        return Noise(repeat, self.dtype_of(seen))
-
-    def noise_of_backwards(self, backwards: Sequence[Sequence[Received]]) -> Noise:
-        """Return how far roundings bring the gradients of a step apart, by name."""
-
-        def repeat(seed: int | None) -> Gradients:
-            total: Gradients = {}
-            with self._keep_unchanged():
-                for received in backwards:
-                    for seen, _ in received:
-                        with _rounded(seed):
-                            seen.outputs = self.forward(seen)
-                    with _rounded(seed):
-                        made = self.backward(received)
-                    for name, gradient in made.items():
-                        total[name] = total[name] + gradient if name in total else gradient
-            return total
-
-        return Noise(repeat, torch.float32)
-
-    @contextmanager
-    def _keep_unchanged(self) -> Iterator[None]:
-        before = [(inner, dict(vars(inner)), dict(inner._buffers)) for inner in self.module.modules()]
-        yield
-        for inner, attributes, buffers in before:
-            vars(inner).update(attributes)
-            inner._buffers.update(buffers)
-
-
-def _rounded(seed: int | None) -> AbstractContextManager[Any]:
-    return nullcontext() if seed is None else RoundingMode(seed)
-
-
-def _never(shape: tuple[int, ...], probability: float | None) -> Tensor:
-    raise CannotReplay("a forward that a backward repeats draws random numbers, and ranks draw their own")
+        Args:
+            forwards: those of the step, in order.
+            backwards: likewise.
+            seed: of other roundings; None: those as they are.
+        """
+        outputs, made, own = list[list[Tensor]](), list[dict[str, Tensor]](), list[Gradients]()
+        with rounded(seed):
+            for seen in forwards:
+                outputs.append(self.forward(seen))
+                named = {f"output {i}": output.detach() for i, output in enumerate(outputs[-1])}
+                made.append(named | {f"buffer {name}": b for name, b in self.module.named_buffers()})
+            for received in backwards:
+                for number, gradients in received.items():
+                    heard = {place: outputs[number][place] for place in gradients}
+                    heard = {place: output for place, output in heard.items() if output.requires_grad}
+                    given = [gradients[place].to(output) for place, output in heard.items()]
+                    if heard:
+                        with forwards[number].use_draws(again=True):
+                            torch.autograd.backward(list(heard.values()), given, retain_graph=True)
+                own.append({n: wide(p.grad) for n, p in self.parameters.items() if p.grad is not None})
+                for parameter in self.parameters.values():
+                    parameter.grad = None
+        return made, own
 
 
 def wide(gradient: Tensor) -> Tensor:
     """Return a dense gradient as a copy in 64 bits."""
     plain = gradient.detach()
     return plain.to_dense().to(torch.complex128 if plain.is_complex() else torch.float64, copy=True)
+
+
+# ---- what modules keep, and where tensors are in what they return
+
+
+def settings(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the plain attributes of a module's modules, `training` among them, by module.
+
+    >>> settings(nn.Dropout(0.5))
+    {'': {'training': True, 'p': 0.5, 'inplace': False}}
+    """
+    kinds = (bool, int, float, str, type(None))
+    return {
+        name: {k: v for k, v in vars(inner).items() if isinstance(v, kinds) and k not in OF_TORCH}
+        for name, inner in module.named_modules()
+    }
+
+
+def kept_attributes(module: nn.Module) -> Iterator[tuple[str, str, list[Any], Any]]:
+    """Yield the attributes of a module's modules that hold tensors: module, name, leaves and structure."""
+    for name, inner in module.named_modules():
+        for key, value in list(vars(inner).items()):
+            if key in OF_TORCH or isinstance(value, ATOMS):
+                continue
+            leaves, shape = flatten(value)
+            if any(isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) for leaf in leaves):
+                yield name, key, leaves, shape
+
+
+def kept_of_graph(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that layers keep of a forward, with its graph: a term of the loss, a state."""
+    leaves = (leaf for _, _, leaves, _ in kept_attributes(module) for leaf in leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a value, each once."""
+    return list({id(leaf): leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}.values())
+
+
+def _copied(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a value with copies of its tensors that belong to no graph but their own."""
+    leaves, shape = flatten(value)
+    return rebuild(shape, [_apart(leaf, dtype) for leaf in leaves])
+
+
+def _apart(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return leaf
+    made = leaf.detach().clone()
+    made = made.to(dtype) if dtype is not None and made.is_floating_point() else made
+    if not leaf.requires_grad:
+        return made
+    with torch.enable_grad():
+        return made.requires_grad_().clone()  # no leaf, which a layer could not change in place
+
+
+class RandomStates:
+    """The states of all random number generators that a forward may draw from, at one moment.
+
+    Args:
+        module: may keep generators of its own.
+        device: the module's.
+
+    Attributes:
+        torch: torch's: of the CPU, and of the GPU if the module is on one.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        self.torch = [torch.get_rng_state(), *gpu]
+        self._others = random.getstate(), np.random.get_state()
+        self._own = [generator.get_state() for generator in _generators(module)]
+
+    @contextmanager
+    def draw_from(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Draw from these states within the block; afterwards all generators are as before."""
+        now = RandomStates(module, device)
+        self._set(module, device)
+        try:
+            yield
+        finally:
+            now._set(module, device)
+
+    def _set(self, module: nn.Module, device: torch.device) -> None:
+        torch.set_rng_state(self.torch[0])
+        for state in self.torch[1:]:
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._others[0])
+        np.random.set_state(self._others[1])
+        for generator, state in zip(_generators(module), self._own, strict=True):
+            generator.set_state(state)
+
+
+def _generators(module: nn.Module) -> list[torch.Generator]:
+    every = (value for inner in module.modules() for value in vars(inner).values())
+    return [value for value in every if isinstance(value, torch.Generator)]

@@ -123,22 +123,17 @@ class ProofThread:
             self._know(self._prover.proof)
             (self._folder / verdict_of(step)).touch()
 
-    def _apart(self) -> bool:
-        """Return whether ranks on other machines send what they have."""
-        launched = self._folder / LAUNCHED
-        return launched.exists() and launched.read_text() == APART
-
     def _verify_step(self, step: int) -> bool:
         """Wait until all ranks have finished a step, and verify it; return False if they never will."""
-        place = step - self._job.how.first_step
+        place, launched = step - self._job.how.first_step, self._folder / LAUNCHED
         while True:
             ended = self._ended.is_set()
             ready = self._prover.ready(step)
-            losses = self._losses() if ready else []
-            if ready and self._apart():  # whose losses come with the traces, at the end
-                with LOCK, silent():
-                    self._prover.verify(step, None)
-                return True
+            losses: list[float | None] = [*self._losses()] if ready else []
+            if ready and launched.exists() and launched.read_text() == APART:
+                losses = [None] * (
+                    place + 1
+                )  # ranks on other machines send theirs with the traces, at the end
             if len(losses) > place:
                 with LOCK, silent():  # the ranks print what the model and the loss print
                     self._prover.verify(step, losses[place])

@@ -11,7 +11,10 @@ It runs in a thread of the caller's process, so in the world of the notebook, wh
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -27,17 +30,9 @@ from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.proof.attempt import Attempt
-from mpkit.strategies.proof.causes import cause_of
-from mpkit.strategies.proof.compare import (
-    Difference,
-    compare_buffers,
-    compare_gradients,
-    compare_weights,
-    same,
-)
+from mpkit.strategies.proof.causes import cause_of, cause_of_update
+from mpkit.strategies.proof.compare import Difference, Noise, run_user_code, same
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
-from mpkit.strategies.proof.gpu_serial_step import on_device
-from mpkit.strategies.proof.noise import run_user_code
 from mpkit.strategies.proof.rounding import coarsest, distance, few_of, largest
 from mpkit.strategies.proof.whole_step import WholeStep, assemble_step, files_of
 from mpkit.strategies.reference.serial import Serial
@@ -47,6 +42,9 @@ from mpkit.strategies.update.optimizer import describe_optimizer
 from mpkit.trace.proof import Proof
 
 __all__ = ["Prover"]
+
+LEFT = 0.05
+"""The share of a GPU's memory that is left to the ranks, which may still grow."""
 
 
 class Prover:
@@ -109,7 +107,7 @@ class Prover:
         batch = None
         try:
             batch = self._start(step, found)
-            with on_device(self._device, self._serial):
+            with _on_device(self._device, self._serial):
                 inputs, targets = (map_tensors(self._to_device, value) for value in batch)
                 self._compare(step, loss, found, (inputs, targets))
         except (SharedDraws, Difference) as difference:
@@ -238,6 +236,88 @@ class Prover:
         return batch
 
 
+# ---- what the ranks have
+
+
+def compare_gradients(
+    found: WholeStep, gradients: dict[str, Tensor | None], noise: Noise, few: float
+) -> None:
+    """Compare each rank's gradients with those of the whole batch; `few`: as by `few_of`."""
+    doubt: CannotReplay | None = None
+    for where, got, _ in found.held:
+        wanted = gradients[where.name]
+        count = found.before[where.name].numel() if got is None else got.numel()
+        if wanted is None or got is None:
+            one = got if wanted is None else wanted
+            if one is not None and largest(one) > 0.0:
+                which = "the ranks have" if wanted is None else "serial training has"
+                raise Difference(f"only {which} a gradient of {where.name}, of up to {largest(one):.3g}")
+            continue
+        what = f"the gradient of {where.name} on rank {where.rank}"
+        allowed = few * largest(wanted)
+        try:
+            same(what, got, where.take(wanted, count), allowed, noise, where.name)
+        except CannotReplay as error:  # another gradient may differ by more than repetitions do
+            if not noise.repeats_differ:
+                raise
+            doubt = doubt or error
+    if doubt is not None:
+        raise doubt
+
+
+def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
+    """Compare what ranks have updated; return the largest difference, relative to the largest weight of its tensor."""
+    most = 0.0
+    for where, _, after in found.held:
+        weight = serial.weights[where.name]
+        wanted = where.take(weight.detach(), after.numel())
+        if not wanted.numel():
+            continue
+        scale = largest(weight)
+        by = distance(after.to(wanted.device), wanted)
+        few = few_of(weight.dtype, 0) * scale
+        try:
+            same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
+        except Difference as difference:
+            difference.cause = cause_of_update(job, where.name)
+            raise
+        most = max(most, by / scale if scale else 0.0)
+    for rank, name in found.other_replicas(after=True):
+        raise Difference(f"rank {rank} goes on with another {name} than the one that was updated")
+    return most
+
+
+def compare_buffers(
+    job: TrainJob, serial: Serial, found: WholeStep, attempt: Attempt, noise: Noise, few: float
+) -> str:
+    """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
+    wanted = dict(serial.model.named_buffers())
+    plan, words, after = job.plan, "", dict[str, Tensor]()
+    in_parts = cache(attempt.buffers_in_parts)
+    for rank, held in enumerate(found.buffers):
+        for name, got in held.items():
+            if name not in wanted or got.shape != wanted[name].shape:
+                continue
+            what = f"the buffer {name} on rank {rank}"
+            allowed = few * largest(wanted[name]) if got.is_floating_point() or got.is_complex() else 0.0
+            try:
+                same(what, got, wanted[name], allowed, noise, f"buffer {name}")
+            except Difference:
+                if plan.dp * plan.microbatches == 1:
+                    raise
+                part = in_parts(plan.mesh.place(rank).dp)[name]
+                same(what, got, part, allowed, noise, f"buffer {name}")
+                if plan.mesh.place(rank).dp == 0:  # all replicas go on with the first one's
+                    after[name] = got
+                words = f"the buffer {name} is that of the parts of the batch, one after another"
+    for name, value in after.items():
+        wanted[name].copy_(value)
+    return words
+
+
+# ---- helpers
+
+
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     """Give a buffer a value, and perhaps another shape, since buffers may grow."""
     path, _, last = name.rpartition(".")
@@ -251,3 +331,44 @@ def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
 
 def _finite(gradients: dict[str, Tensor | None]) -> bool:
     return all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+# ---- beside the ranks: on the GPU of the last one, with the kernels that the ranks use
+
+
+@contextmanager
+def _on_device(device: torch.device, serial: Serial) -> Iterator[None]:
+    """Have a serial training on a device inside the block; afterwards it is in this process's memory.
+
+    Beside the ranks it takes what is free on the GPU, less what they may still need.
+
+    Raises:
+        torch.OutOfMemoryError: the ranks leave too little.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    ours = torch.cuda.memory_reserved(device) + free
+    torch.cuda.set_per_process_memory_fraction(max(0.0, ours / total - LEFT), device)
+    try:
+        _move(serial, device)
+        yield
+    finally:
+        _move(serial, torch.device("cpu"))
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _move(serial: Serial, device: torch.device) -> None:
+    serial.model.to(device).zero_grad()
+    if isinstance(serial.loss, nn.Module):
+        serial.loss.to(device)
+    for weight in serial.weights.values():
+        weight.data, weight.grad = weight.data.to(device), None
+    steps = any(group.get("fused") or group.get("capturable") for group in serial.optimizer.param_groups)
+    for state in serial.optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (value.dim() or steps):
+                state[key] = value.to(device)

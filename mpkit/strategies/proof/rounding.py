@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf, isfinite, sqrt
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import TorchDispatchMode
 
-__all__ = ["SPREADS", "RoundingMode", "coarsest", "distance", "few_of", "largest"]
+__all__ = ["FEW", "SPREADS", "RoundingMode", "coarsest", "distance", "few_of", "largest", "rounded"]
 
 FEW = 8.0
 """Roundings of the largest element by which two results may differ without further questions."""
@@ -129,6 +130,11 @@ class RoundingMode(TorchDispatchMode):
         return pool[start : start + count].view(like.shape)
 
 
+def rounded(seed: int | None) -> AbstractContextManager[Any]:
+    """Return a context with other roundings, by this seed; with those as they are for None."""
+    return nullcontext() if seed is None else RoundingMode(seed)
+
+
 def _is_written(argument: torch.Argument) -> bool:
     """Return whether an operator writes into an argument; BatchNorm's schemas do not say that they do."""
     return bool(argument.alias_info and argument.alias_info.is_write) or argument.name.startswith("running_")
@@ -195,14 +201,13 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    if a.dtype == b.dtype and torch.equal(a, b):
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):
         return 0.0
     a, b = a.double(), b.double()
     found = (a - b).abs_()
     most = float(found.max())
     if not isfinite(most):
-        found = found[~((a == b) | (a.isnan() & b.isnan()))]
-        most = float(found.max()) if found.numel() else 0.0
+        most = float(found.masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0).max())
     return most if isfinite(most) else inf
 
 
@@ -216,11 +221,6 @@ def largest(tensor: Tensor) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
     values = tensor.abs()
-    most = float(values.max())
-    if not isfinite(most):
-        values = values[values.isfinite()]
-        most = float(values.max()) if values.numel() else 0.0
-    return most
+    most = float(values.max()) if values.numel() else 0.0
+    return most if isfinite(most) else float(values.where(values.isfinite(), 0.0).max())

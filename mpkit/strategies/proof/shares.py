@@ -51,15 +51,15 @@ class Shares:
         self._right += parts @ got
         self._square += float(got @ got)
 
-    def solve(self) -> list[float]:
-        """Return the shares; nothing if no sum of the parts is what was got."""
+    def solve(self, near: float = NEAR) -> list[float]:
+        """Return the shares; nothing if no sum of the parts is what was got, up to this relative residual."""
         if not bool(torch.isfinite(self._gram).all()) or not self._square < float("inf"):
             return []
         scale = self._gram.diagonal().sqrt().clamp(min=1e-300)
         normed = self._gram / scale / scale[:, None]
         found = (torch.linalg.pinv(normed, rtol=1e-9, hermitian=True) @ (self._right / scale)) / scale
         residual = self._square - 2 * float(found @ self._right) + float(found @ self._gram @ found)
-        return found.tolist() if residual <= NEAR**2 * self._square else []
+        return found.tolist() if residual <= near**2 * self._square else []
 
 
 def explain_shares(shares: Sequence[float], ranks: Sequence[int], rank: int) -> str:

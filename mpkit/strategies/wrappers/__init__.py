@@ -5,7 +5,6 @@ tensor_parallel   `mk.tensor_parallel(module)`     each layer divided by width
 pipeline          `mk.pipeline(module, schedule)`  stages on different ranks
 prove             `mk.prove(module, plain)`        any wrapped module, torch's too, compared with the plain one
 
-What they share: `wrapper` (a module around the user's), `backward` (when a backward begins and ends) and `replicas`
-(the ranks that work together). The strategies themselves are those of `mpkit.strategies`; the comparison is
-`mpkit.strategies.proof.loop`.
+What they share is in `wrapper`, and what a rank's part of a model needs in `divided`. The strategies themselves are
+those of `mpkit.strategies`; the comparison is `mpkit.strategies.proof.loop`.
 """

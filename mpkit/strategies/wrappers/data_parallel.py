@@ -1,8 +1,12 @@
 """mk.ddp: distributed data parallelism around a module, as torch's DistributedDataParallel.
 
 forward     as the module's; buffers that have changed are the first rank's
-backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged_gradients`)
+backward    gradients are averaged over the ranks in buckets, while autograd goes on
 then        optimizer.step(), on each rank the same
+
+`mpkit.strategies.replicas.ddp` trains: it knows its steps, zeroes its buckets, and sums shares of a batch. Here
+gradients stay in `parameter.grad`, as torch's conventions ask, until they are zeroed or dropped, whenever the user
+wants; what has accumulated is averaged, and parameters that are already equal stay so.
 """
 
 from __future__ import annotations
@@ -12,25 +16,29 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
-from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.models.nested_values import flatten, is_opaque
 from mpkit.strategies.prepare.checks import find_wrong_embedding
-from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.task import raise_rejection
-from mpkit.strategies.proof.held_tensors import HeldTensors
-from mpkit.strategies.proof.loop import LoopProof
-from mpkit.strategies.proof.plain_module import PlainModule
-from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.proof.backwards import ModuleBackwards
+from mpkit.strategies.proof.ranks import HeldTensors
+from mpkit.strategies.replicas.ddp import DDP
 from mpkit.strategies.replicas.part import ReplicatedPart
 from mpkit.strategies.stage.stage import Stage
-from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
-from mpkit.strategies.wrappers.backward import ModuleBackwards
-from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
-from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper, checked_prove
+from mpkit.strategies.wrappers.wrapper import (
+    Group,
+    HeldParameters,
+    ModuleWrapper,
+    begin_proof,
+    check_module,
+    checked_prove,
+    context_for,
+    replicas_of,
+)
 from mpkit.trace import Kind
 
 __all__ = ["DataParallel", "ddp"]
@@ -102,13 +110,15 @@ class DataParallel(ModuleWrapper):
         synchronizes: whether a forward takes the first rank's buffers, and its backward averages; not in `no_sync()`.
     """
 
+    synchronizes: bool
+
     def __init__(
         self, module: nn.Module, bucket_mb: float, unused: bool, group: Group, prove: int = 0
     ) -> None:
         context = context_for(module)
         replicas = replicas_of(context, group)
         raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
-        proof = self._begin_proof(module, replicas, prove) if prove else None
+        proof = begin_proof("mk.ddp", replicas, module, prove, synchronizes=lambda: self.synchronizes)
         super().__init__(module)
         self.synchronizes = True
         plan = Plan(
@@ -122,7 +132,7 @@ class DataParallel(ModuleWrapper):
         self._backwards = ModuleBackwards(
             module.parameters(), self._begin, self._end, alone=self._refuse_alone
         )
-        self._sync = AveragedGradients(
+        self._sync = _AveragedGradients(
             ReplicatedPart(
                 context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"
             )
@@ -133,10 +143,6 @@ class DataParallel(ModuleWrapper):
         self._proof = proof
         if proof is not None:
             proof.attach(module, HeldTensors(dict(module.named_parameters()), None, proof.ranks))
-
-    def _begin_proof(self, module: nn.Module, replicas: Communicator, steps: int) -> LoopProof:
-        ranks, plain = Ranks("mk.ddp", replicas.ranks, replicas.handle), PlainModule(copy_model(module))
-        return LoopProof("mk.ddp", ranks, plain, steps, synchronizes=lambda: self.synchronizes)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,9 +162,19 @@ class DataParallel(ModuleWrapper):
         op = self._record.begin(Kind.FORWARD, "forward")
         output = self.module(*args, **kwargs)
         self._record.end(op)
-        if torch.is_grad_enabled():
-            self._backwards.watch(output)
+        for leaf in flatten(output)[0] if torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._arrive)
+            elif is_opaque(leaf):
+                raise ValueError(
+                    f"The wrapped module returns {type(leaf).__name__}, and the backward through tensors in it would "
+                    "begin unnoticed: iterators, functions and objects that contain themselves cannot be looked into. "
+                    "Return tensors, or a tuple, a dict, a dataclass or an object with tensors as attributes."
+                )
         return output
+
+    def _arrive(self, _gradient: Tensor) -> None:
+        self._backwards.arrive()
 
     def _refuse_alone(self) -> None:
         if self.synchronizes and self._sync.has_replicas:
@@ -169,6 +185,12 @@ class DataParallel(ModuleWrapper):
             )
 
     def _begin(self) -> None:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "backward(create_graph=True): gradients of a wrapped module's parameters are sent to other ranks, and "
+                "have no graph. Second derivatives with respect to inputs work under mk.ddp: "
+                "torch.autograd.grad(outputs, inputs, create_graph=True)"
+            )
         self._op = self._record.begin(Kind.BACKWARD, "backward")
         self._sync.begin_backward()
         self._backward = self._sync.backward(last=self.synchronizes)
@@ -180,3 +202,25 @@ class DataParallel(ModuleWrapper):
         self._record.end(self._op)
         if self.synchronizes:
             self._sync.finish()
+
+
+class _AveragedGradients(DDP):
+    """Gradients averaged over replicas in each backward that synchronizes.
+
+    Args:
+        held: the module, and its replicas.
+    """
+
+    reduction = "mean"
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other ranks hold the module too."""
+        return self._replicas.size > 1
+
+    def begin_backward(self) -> None:
+        """Expect the gradients of one backward, which autograd adds to those that are there."""
+        for bucket in self._buckets:
+            bucket.complete()  # of a backward that failed
+            bucket.ready.clear()
+        self._reducer.expect()

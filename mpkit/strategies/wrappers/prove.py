@@ -14,19 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpkit.common.tracebacks import public
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.proof.held_tensors import HeldTensors
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule
-from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.proof.ranks import HeldTensors, Ranks
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.wrappers.data_parallel import DataParallel
-from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
+from mpkit.strategies.wrappers.pipeline import PipelineParallel
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
-from mpkit.strategies.wrappers.wrapper import ModuleWrapper, checked_prove
+from mpkit.strategies.wrappers.wrapper import Group, ModuleWrapper, checked_prove
 
 __all__ = ["prove"]
-
-Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
 AROUND = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 """What torch.compile and torch's checkpoint wrapper put into names."""
@@ -82,15 +79,9 @@ def prove(
     inner, elements, shares = _look_inside(module, steps)
     named = _same_parameters(inner, plain)
     shares = shares if tp is None else _ranks("mk.prove", tp)
-    who = f"mk.prove({type(module).__name__})"
-    proof = LoopProof(
-        who,
-        _ranks(who, group),
-        PlainModule(plain, dtype),
-        steps,
-        tp=shares,
-        synchronizes=_synchronizes(module),
-    )
+    who, synchronizes = f"mk.prove({type(module).__name__})", _synchronizes(module)
+    ranks, alone = _ranks(who, group), PlainModule(plain, dtype)
+    proof = LoopProof(who, ranks, alone, steps, tp=shares, synchronizes=synchronizes)
     proof.attach(inner, HeldTensors(named, elements, proof.ranks))
     return proof
 

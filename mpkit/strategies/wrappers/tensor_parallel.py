@@ -19,12 +19,9 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
 from mpkit.strategies.prepare.checks import find_shared_memory, find_wrong_embedding
-from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.task import raise_rejection
-from mpkit.strategies.proof.held_tensors import HeldTensors
 from mpkit.strategies.proof.loop import LoopProof
-from mpkit.strategies.proof.plain_module import PlainModule
-from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.proof.ranks import HeldTensors, Ranks
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.stage.shard import Shard, put_together
@@ -32,10 +29,17 @@ from mpkit.strategies.tensor import by_hand
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
 from mpkit.strategies.tensor.shards import shards_of
-from mpkit.strategies.wrappers.divided_optimizer import mark_divided
-from mpkit.strategies.wrappers.gradient_part import clip, marked_when_ready
-from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
-from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper, checked_prove
+from mpkit.strategies.wrappers.divided import clip, mark_divided
+from mpkit.strategies.wrappers.wrapper import (
+    Group,
+    HeldParameters,
+    ModuleWrapper,
+    begin_proof,
+    check_module,
+    checked_prove,
+    context_for,
+    replicas_of,
+)
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -70,7 +74,6 @@ class TensorParallel(ModuleWrapper):
             )
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
-                marked_when_ready(parameter)
                 mark_divided(parameter, "elements", "mk.tensor_parallel")
         self._held = HeldParameters(module, "mk.tensor_parallel", allows_unused=True)
 
@@ -138,38 +141,15 @@ class TensorParallel(ModuleWrapper):
 
 @overload
 def tensor_parallel(
-    module: nn.Module,
-    plan: TensorPlan | None = ...,
-    /,
-    *,
-    group: Group = ...,
-    sequence: bool = ...,
-    overlap: bool = ...,
-    prove: int = ...,
-) -> TensorParallel: ...
+    module: nn.Module, plan: TensorPlan | None = ..., *,
+    group: Group = ..., sequence: bool = ..., overlap: bool = ..., prove: int = ...,
+) -> TensorParallel: ...  # fmt: skip
 @overload
 def tensor_parallel(
-    module: nn.Module,
-    /,
-    *,
-    plan: TensorPlan | None,
-    group: Group = ...,
-    sequence: bool = ...,
-    overlap: bool = ...,
-    prove: int = ...,
-) -> TensorParallel: ...
-@overload
-def tensor_parallel(
-    ctx: Context,
-    model: Model,
-    /,
-    plan: TensorPlan | None = ...,
-    *,
-    group: ProcessGroup | None = ...,
-    sequence: bool = ...,
-    overlap: bool = ...,
-) -> Model: ...
-@public
+    ctx: Context, model: Model, /, plan: TensorPlan | None = ..., *,
+    group: ProcessGroup | None = ..., sequence: bool = ..., overlap: bool = ...,
+) -> Model: ...  # fmt: skip
+@public  # type: ignore[misc]  # the second argument is the plan, or after a context the model
 def tensor_parallel(
     module: Any,
     model: Any = None,
@@ -223,34 +203,25 @@ def tensor_parallel(
     """
     how: dict[str, Any] = {"group": group, "sequence": sequence, "overlap": overlap}
     if isinstance(model, nn.Module) and not isinstance(module, nn.Module):
-        if checked_prove("mk.tensor_parallel", prove):
+        if prove:
             raise ValueError(
                 f"mk.tensor_parallel(ctx, model, prove={prove}) makes no wrapper, which could compare its steps: "
                 f"mk.tensor_parallel(model, prove={prove})"
             )
         return by_hand.tensor_parallel(module, model, plan, **how)
-    return _wrap_module(module, model if plan is None else plan, prove=prove, **how)
+    return _wrap_module(module, model if plan is None else plan, prove, **how)
 
 
 def _wrap_module(
-    module: nn.Module,
-    plan: TensorPlan | None = None,
-    *,
-    group: Group,
-    sequence: bool,
-    overlap: bool,
-    prove: int,
+    module: nn.Module, plan: TensorPlan | None, prove: int, *, group: Group, sequence: bool, overlap: bool
 ) -> TensorParallel:
     checked_prove("mk.tensor_parallel", prove)
     check_module(module, "mk.tensor_parallel")
     context = context_for(module)
     comm = replicas_of(context, group)
     raise_rejection(find_wrong_embedding(module, shared=comm.size > 1) or find_shared_memory(module))
-    proof = None
-    if prove:
-        ranks = Ranks("mk.tensor_parallel", comm.ranks, comm.handle)
-        plain = PlainModule(copy_model(module))
-        proof = LoopProof("mk.tensor_parallel", ranks, plain, prove, tp=ranks, synchronizes=lambda: True)
+    tp = Ranks("mk.tensor_parallel", comm.ranks, comm.handle)
+    proof = begin_proof("mk.tensor_parallel", comm, module, prove, tp=tp, synchronizes=lambda: True)
     broadcast_all(comm, module)
     shards: list[dict[str, Shard]] = [{}]
     if comm.size > 1:

@@ -1,4 +1,11 @@
-"""ModuleWrapper: a module around the user's, with its signature, its attributes and its names."""
+"""What the wrappers share: a module around the user's, the ranks that work together, and what is rejected at once.
+
+ModuleWrapper     has the user's module's signature, attributes and names
+HeldParameters    the module's parameters have to stay those that were wrapped
+replicas_of       the ranks of a group, as a communicator
+check_module      what cannot be wrapped
+begin_proof       the proof of the first steps, with a copy of the module as it was
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,28 @@ from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["HeldParameters", "ModuleWrapper", "checked_prove"]
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.one_rank import OneRank
+from mpkit.strategies.comm.own_process import current_communicator
+from mpkit.strategies.experts.known_experts import find_balanced
+from mpkit.strategies.prepare.copies import copy_model
+from mpkit.strategies.proof.loop import LoopProof
+from mpkit.strategies.proof.plain_module import PlainModule
+from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.rank_context import Context
+
+__all__ = [
+    "Group", "HeldParameters", "ModuleWrapper", "begin_proof", "check_module", "checked_prove", "context_for",
+    "replicas_of",
+]  # fmt: skip
+
+Group = Communicator | dist.ProcessGroup | DeviceMesh | None
+"""The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
 
 
 class ModuleWrapper(nn.Module):
@@ -124,14 +150,9 @@ class HeldParameters:
     def __init__(self, module: nn.Module, wrapper: str, *, allows_unused: bool) -> None:
         self._module, self._wrapper, self._allows_unused = module, wrapper, allows_unused
         self._then = self._now()
-        self._parameters = dict(self._parameters_by_name())
-        self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._trained = {name for name, parameter in self._then.items() if parameter.requires_grad}
 
-    def _now(self) -> list[tuple[int, bool]]:
-        every = (p for module in self._module.modules() for p in module._parameters.values() if p is not None)
-        return [(id(parameter), parameter.requires_grad) for parameter in every]
-
-    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+    def _now(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     def check(self) -> None:
@@ -140,30 +161,131 @@ class HeldParameters:
         Raises:
             ValueError: one was added, removed, exchanged, unfrozen, or frozen while others train.
         """
-        if self._now() == self._then:
-            return
-        named, then = self._parameters_by_name(), self._parameters
-        for name in (*named, *then):
+        named, then, wrapper, unused = self._now(), self._then, self._wrapper, "find_unused_parameters=True"
+        for name in named | then:
             if named.get(name) is not then.get(name):
                 did = "added" if name not in then else "removed" if name not in named else "exchanged"
                 raise ValueError(
-                    f"{name} was {did} after {self._wrapper} had wrapped the module, and gradients are synchronized of "
-                    f"the parameters that it had: change the module first, then model = {self._wrapper}(module)"
+                    f"{name} was {did} after {wrapper} had wrapped the module, and gradients are synchronized of "
+                    f"the parameters that it had: change the module first, then model = {wrapper}(module)"
                 )
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        unused = "find_unused_parameters=True"
         if late := sorted(trained - self._trained):
-            within = f", with {unused}," if self._wrapper == "mk.ddp" else ""
+            within = f", with {unused}," if wrapper == "mk.ddp" else ""
             raise ValueError(
-                f"{late[0]} was frozen when {self._wrapper} wrapped the module, and trains now: its gradient would not "
+                f"{late[0]} was frozen when {wrapper} wrapped the module, and trains now: its gradient would not "
                 f"be synchronized. Wrap the module while it trains{within} and then freeze it until it is to train"
             )
-        frozen = sorted(self._trained - trained)
-        if frozen and trained and not self._allows_unused:
+        if (frozen := sorted(self._trained - trained)) and trained and not self._allows_unused:
             raise ValueError(
-                f"{frozen[0]} was frozen after {self._wrapper} had wrapped the module, and the ranks wait for its "
-                f"gradient: {self._wrapper}(module, {unused}) allows that, or freeze it first"
+                f"{frozen[0]} was frozen after {wrapper} had wrapped the module, and the ranks wait for its "
+                f"gradient: {wrapper}(module, {unused}) allows that, or freeze it first"
             )
+
+
+def context_for(module: nn.Module) -> Context:
+    """Return this rank's context, and move the module to the rank's device under `Cluster.run`.
+
+    Raises:
+        ValueError: there is no process group, or its backend cannot send tensors from the module's device.
+    """
+    first = next((*module.parameters(), *module.buffers()).__iter__(), None)
+    comm = current_communicator(first.device if first is not None else torch.device("cpu"))
+    context = Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
+    if first is not None and first.device != context.device:
+        module.to(context.device)
+    backend = "gloo" if context.comm.wire.gloo else "nccl"
+    if context.device.type == "cpu" and not context.comm.wire.gloo and dist.get_backend() == "nccl":
+        raise ValueError(
+            f"The module is on {context.device}, and the process group's backend {backend} sends from GPUs only: "
+            "module.cuda() comes before it is wrapped, or init_process_group('gloo')"
+        )
+    return context
+
+
+def replicas_of(context: Context, group: Group) -> Communicator:
+    """Return the communicator of a group.
+
+    Args:
+        context: this rank's context.
+        group: the ranks.
+
+    Raises:
+        ValueError: it is no group, has several axes, or this rank is not in it.
+    """
+    comm = context.comm
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names
+            said, one = (f", {names}", f"[{names[0]!r}]") if names else ("", ".get_group(0)")
+            raise ValueError(
+                f"group is a mesh of {group.ndim} axes{said}, and one axis is wanted: group=mesh{one}"
+            )
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        group = comm if len(ranks) == comm.world_size else comm.adopt(ranks, group)
+    if group is not None and not isinstance(group, Communicator):
+        raise ValueError(
+            f"group={group!r} is {type(group).__name__}: ctx.comm.group([0, 1]), torch.distributed.new_group([0, 1]), "
+            "mesh['dp'] of a DeviceMesh, or None for all ranks"
+        )
+    group = group or comm
+    if group.index < 0:
+        raise ValueError(
+            f"rank {group.rank} is not in the group of ranks {list(group.ranks)}: only its ranks wrap the module"
+        )
+    return group if group.size > 1 else OneRank(comm.wire)
+
+
+def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> nn.Module:
+    """Return the module, if it can be wrapped.
+
+    Args:
+        module: what was given.
+        what: the wrapper's call, for errors: "mk.ddp".
+        within: wrappers that may be inside of it.
+
+    Raises:
+        ValueError: it is no module, has no parameters to train, is wrapped or divided already, or has experts whose
+            routing depends on the whole batch.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{what} takes a module, and was given {type(module).__name__}: {what}(model), where model is a "
+            "torch.nn.Module. In Cluster.run the rank's context is not passed on"
+        )
+    allowed = {p for inner in module.modules() if isinstance(inner, within) for p in inner.parameters()}
+    marks = (getattr(p, "divided", None) for p in module.parameters() if p not in allowed)
+    if (divided := next(filter(None, marks), None)) is not None:
+        raise ValueError(
+            f"{what}: {divided[1]} has divided the module already, and {what} would take a rank's parts for the whole: "
+            f"norms, clipping and state_dict() would be those of parts. What works: {what}(model) of a model that no "
+            "wrapper has divided; with tensor parallelism mk.ddp(mk.tensor_parallel(model, group=mesh['tp']), "
+            "group=mesh['dp']), or cluster.train(model, data, mk.Plan(dp=2, tp=2, zero=3), ...)"
+        )
+    for name, inner in module.named_modules():
+        if isinstance(inner, (ModuleWrapper, DistributedDataParallel)) and not isinstance(inner, within):
+            where = f"{name} in it is" if name else "it is"
+            raise ValueError(
+                f"{what}: {where} wrapped already ({type(inner).__name__}), and its gradients would be reduced "
+                f"twice: {what}({'model' if name else 'wrapped'}.module) wraps it in this way instead"
+            )
+    for name, layer in find_balanced(module).items():
+        given = ", ".join(f"{key}={value}" for key, value in layer.balance_options.items())
+        raise ValueError(
+            f"{what}: {name or 'the module'} has {given}, which depend on all tokens of a batch, and in a loop of your "
+            "own no rank knows which batch its samples are of. cluster.train does: "
+            f"cluster.train(model, data, mk.Plan(dp=4), ...)"
+        )
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        why = "all of its parameters are frozen" if parameters else "it has no parameters"
+        raise ValueError(
+            f"{what}: {type(module).__name__} has nothing to train ({why}), so there is nothing to keep equal among "
+            "ranks. Call it as it is, or let some train: parameter.requires_grad_()"
+        )
+    return module
 
 
 def checked_prove(wrapper: str, prove: Any, option: str = "prove") -> int:
@@ -178,3 +300,19 @@ def checked_prove(wrapper: str, prove: Any, option: str = "prove") -> int:
             f"with plain PyTorch: {wrapper}(module, ..., {option}=2); 0 compares none"
         )
     return prove
+
+
+def begin_proof(who: str, comm: Communicator, module: nn.Module, steps: int, **how: Any) -> LoopProof | None:
+    """Return the proof of the first steps of a module that is not yet wrapped; None if there are none.
+
+    Args:
+        who: the wrapper's call.
+        comm: all ranks that train it.
+        module: is copied.
+        steps: how many; 0: none.
+        how: `loss` of the plain module, and what else a `LoopProof` takes.
+    """
+    if not steps:
+        return None
+    plain = PlainModule(copy_model(module), loss=how.pop("loss", None))
+    return LoopProof(who, Ranks(who, comm.ranks, comm.handle), plain, steps, **how)

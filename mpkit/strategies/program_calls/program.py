@@ -1,14 +1,22 @@
-"""The line of the program that an operation comes from: the innermost one that is neither torch's nor the kit's."""
+"""What a program is doing while it communicates: the line that runs, and what it says of it.
+
+The line is the innermost one that is neither torch's nor the kit's. What it says is `torch.profiler.record_function`,
+which FSDP2, DDP and optimizers use as well.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
-__all__ = ["SourceLines"]
+from mpkit.common.process_wide import Replacements
+
+__all__ = ["Annotations", "SourceLines"]
 
 _KIT = str(Path(__file__).parents[2])
 _INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
@@ -53,7 +61,8 @@ class SourceLines:
             code = frame.f_code
             whose = known.get(id(code), -1)
             if whose < 0:
-                whose = self._learn(code)
+                whose = known[id(code)] = _whose(code)
+                self._codes.append(code)
             if innermost:
                 self.by_python = whose in (_PROGRAM, _CALL)
             # A mode has called the operator, itself or as torch calls operators: who has called the mode?
@@ -64,8 +73,10 @@ class SourceLines:
                 key = (
                     id(code),
                     frame.f_lasti,
-                )  # the line is looked up once: that reads the code's table of lines
-                return self._words.get(key) or self._in_words(frame, key)
+                )  # to look the line up once: that reads the code's table of lines
+                if key not in self._words:
+                    self._words[key] = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+                return self._words[key]
             if whose == _COMM:
                 return None
             if whose == _INSIDE:
@@ -73,16 +84,6 @@ class SourceLines:
             frame = frame.f_back
         self.is_direct = False
         return ""
-
-    def _learn(self, code: CodeType) -> int:
-        whose = self._whose[id(code)] = _whose(code)
-        self._codes.append(code)
-        return whose
-
-    def _in_words(self, frame: FrameType, key: tuple[int, int]) -> str:
-        code = frame.f_code
-        words = self._words[key] = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        return words
 
 
 def _whose(code: CodeType) -> int:
@@ -97,3 +98,38 @@ def _whose(code: CodeType) -> int:
     if not file.startswith(_INTERNAL):
         return _PROGRAM
     return _CALL if file.endswith(_CALLS) else _INSIDE
+
+
+class Annotations:
+    """The annotations that are open, one within another.
+
+    Attributes:
+        innermost: the name of the innermost one, "" outside of all.
+    """
+
+    def __init__(self) -> None:
+        self.innermost = ""
+        self._around: list[str] = []
+        self._replaced = Replacements()
+
+    def install(self) -> None:
+        """Begin to see annotations."""
+        before_enter: Any = record_function.__enter__
+        before_exit: Any = record_function.__exit__
+        around = self._around
+
+        def enter(annotation: Any) -> Any:
+            around.append(self.innermost)
+            self.innermost = annotation.name
+            return before_enter(annotation)
+
+        def leave(annotation: Any, *error: Any) -> None:
+            self.innermost = around.pop() if around else ""
+            before_exit(annotation, *error)
+
+        self._replaced.put(record_function, "__enter__", enter)
+        self._replaced.put(record_function, "__exit__", leave)
+
+    def uninstall(self) -> None:
+        """Leave annotations as they were."""
+        self._replaced.restore()
