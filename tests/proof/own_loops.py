@@ -222,8 +222,7 @@ def sum_for_mean(ctx: Any) -> None:
         made: Tensor = done.value()[0]
         return made
 
-    def hook(_: Any, bucket: Any) -> Any:
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(total)
+    hook: Any = lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(total)  # noqa: E731
 
     def wrap(module: nn.Module) -> nn.Module:
         model = DistributedDataParallel(module)

@@ -134,12 +134,8 @@ def unaffected(fault: str, plan: str) -> bool:
         return True  # a thousandth, or a hundredth, is less than 16 bits round off
     if fault == "loss" and asked.precision == "bf16":
         return True
-    if plan == "dp" and fault in (
-        "others' samples",
-        "not reduced",
-        "weights of parts",
-        "a dropped micro-batch",
-    ):
+    own = ("others' samples", "not reduced", "weights of parts", "a dropped micro-batch", "reordered")
+    if plan == "dp" and fault in own:
         return True  # rank 0 scatters what it takes itself
     if fault in ("others' samples", "not reduced"):
         return asked.dp == 1 or (fault == "not reduced" and asked.zero > 0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Toy(nn.Module):
@@ -88,35 +87,3 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def side_by_side(
-    ctx: Any,
-    wrap: Callable[[nn.Module], Any],
-    make: Callable[[], nn.Module] = Toy,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
-    steps: int = 5,
-    max_norm: float | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
-) -> float:
-    """Train a wrapped module on this rank's samples, and the plain one on all; return how far they come apart."""
-    module, plain = models(ctx, make)
-    wrapped = wrap(module)
-    worst = apart(wrapped, plain)
-    x, y = data()
-    mine_of, its = optimizer(wrapped.parameters()), optimizer(plain.parameters())
-    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    for step in range(steps):
-        mine_of.zero_grad(set_to_none=step % 2 == 0)
-        its.zero_grad()
-        loss(plain(x), y).backward()
-        loss(wrapped(mine(ctx, x)), mine(ctx, y)).backward()
-        if max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-            clip = getattr(wrapped, "clip_grad_norm_", None)
-            same = clip(max_norm) if clip else torch.nn.utils.clip_grad_norm_(wrapped.parameters(), max_norm)
-            worst = max(worst, abs(norm.item() - same.item()))
-        its.step()
-        mine_of.step()
-        worst = max(worst, apart(wrapped, plain))
-    return worst

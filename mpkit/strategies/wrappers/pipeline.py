@@ -282,27 +282,14 @@ class PipelineParallel(ModuleWrapper):
         """Return the whole module's state on every rank, as copies on the CPU; every rank calls it."""
         self._send_tied()
         mine = self._rest | self._sync.state_dict()
-        names = self._job.what.names
-        has = torch.tensor([[name in mine for name in names]], dtype=torch.int32, device=self._device)
-        holders = self._comm.all_gather(has)
-        state: dict[str, Tensor] = {}
-        for i, name in enumerate(names):
-            owner = int(holders[:, i].argmax().item())
-            state[prefix + name] = self._broadcast_from(owner, mine.get(name))
-        return state
-
-    def _broadcast_from(self, owner: int, tensor: Tensor | None) -> Tensor:
-        """Return one rank's tensor on all ranks."""
-        facts: list[Any] = [None]
-        if self._comm.index == owner:
-            assert tensor is not None
-            facts = [(tensor.dtype, tuple(tensor.shape))]
+        every = [{name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items()}]
         if self._comm.size > 1:
-            dist.broadcast_object_list(facts, self._comm.ranks[owner], self._comm.handle)
-        dtype, shape = facts[0]
-        sent = torch.empty(shape, dtype=dtype) if tensor is None or self._comm.index != owner else tensor
-        as_bytes = sent.detach().to(self._device, copy=True).contiguous().reshape(-1).view(torch.uint8)
-        return self._comm.broadcast(as_bytes, owner).cpu().view(dtype).view(shape)
+            every *= self._comm.size
+            dist.all_gather_object(every, every[0], self._comm.handle)
+        return {
+            prefix + name: next(of_rank[name] for of_rank in every if name in of_rank)
+            for name in self._job.what.names
+        }
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
