@@ -24,7 +24,7 @@ from mpkit.strategies.models.heard_draws import CannotReplay, ForwardDraws, Hear
 from mpkit.strategies.models.hooks import hooks_on, is_ours
 from mpkit.strategies.models.nested_values import flatten, is_opaque, rebuild
 from mpkit.strategies.proof.backwards import ModuleBackwards
-from mpkit.strategies.proof.compare import Difference, Noise, difference_in_words, run_user_code, same
+from mpkit.strategies.proof.compare import Difference, Noise, run_user_code, same
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.plain_module import (
     CLOSE,
@@ -43,10 +43,6 @@ from mpkit.trace.proof import number_steps, power
 
 __all__ = ["LoopProof"]
 
-SEEDS = (
-    "The ranks have built other weights (another seed per rank), and this wrapper does not send the first rank's. What "
-    "works: torch.manual_seed(0) on every rank before the model is built; then torch.manual_seed(rank) for dropout"
-)
 SAME_MASK = (
     "ranks draw the same random numbers for different samples, so they drop out the same elements. What works: "
     "torch.manual_seed(rank) once the model is built"
@@ -73,7 +69,6 @@ class LoopProof:
         synchronizes: whether the forward that runs has the first rank's buffers on all ranks.
 
     Attributes:
-        ranks: as given.
         active: whether there are steps to compare.
         line: what was found, once all steps are compared.
     """
@@ -114,14 +109,7 @@ class LoopProof:
             listens: whether forwards, backwards and steps are heard; otherwise `compare_step` is told of them.
         """
         self._module, self._held = module, held
-        before = held.take_weights(self._plain.parameters)
-        for name, now in self._plain.parameters.items():
-            if not torch.equal(before[name], now.detach()):
-                self.ranks.findings.append(
-                    f"{name}, once wrapped, is not what it is in rank {self.ranks.ranks[0]}'s plain module: an element "
-                    f"is {difference_in_words(now, before[name])}. {SEEDS}"
-                )
-                break
+        held.check_wrapped(self._plain.parameters)
         self.ranks.findings += self._plain.follow(module)
         self._agree()
         self._hooks = {name: _hooks_of(parameter) for name, parameter in held.named.items()}
@@ -338,9 +326,7 @@ class LoopProof:
 
         def repeat(seed: int | None) -> dict[str, Tensor]:
             made, own = steps(seed)
-            results = {
-                f"{name} of {i}": _real(each) for i, of in enumerate(made) for name, each in of.items()
-            }
+            results = {f"{name} of {i}": each for i, of in enumerate(made) for name, each in of.items()}
             for gradients in own:
                 for name, gradient in gradients.items():
                     results[name] = results[name] + gradient if name in results else gradient
@@ -388,9 +374,6 @@ class LoopProof:
                 if one is None or one.shape != other.shape:  # a buffer that is divided
                     continue
                 what = f"the {name} after forward" if name.startswith("buffer ") else f"{name} of forward"
-                what = (
-                    "the output of forward" if len(outputs) == 1 and what == "output 0 of forward" else what
-                )
                 few = FEW * eps * largest(other) if one.is_floating_point() or one.is_complex() else 0.0
                 try:
                     same(what, one, other, few, noise, f"{name} of {number}")
@@ -443,10 +426,6 @@ class LoopProof:
 
 def _whole_output(tensor: Tensor) -> Tensor:
     return tensor.whole() if isinstance(tensor, DividedLogits) else whole(tensor)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
 
 
 def _any_there(gradients: dict[str, Tensor | None]) -> bool:

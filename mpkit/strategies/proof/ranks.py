@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mpkit.errors import NotSerial
+from mpkit.strategies.proof.compare import difference_in_words
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.runtime.evidence import digest_of
 
@@ -26,6 +27,12 @@ __all__ = ["HeldTensors", "Ranks", "kept", "local", "whole"]
 REPLICAS = (
     "The ranks' optimizers or hooks have made different updates, a shard that one rank updates has not reached the "
     "others, or a random number that is not the same on each rank decides something."
+)
+
+
+SEEDS = (
+    "The ranks have built other weights (another seed per rank), and this wrapper does not send the first rank's. What "
+    "works: torch.manual_seed(0) on every rank before the model is built; then torch.manual_seed(rank) for dropout"
 )
 
 
@@ -237,6 +244,16 @@ class HeldTensors:
             digests[name] = digest_of(parameter)
         self._ranks.digests.append(digests)
         return before
+
+    def check_wrapped(self, plain: Mapping[str, nn.Parameter]) -> None:
+        """Find a weight that wrapping has changed, and take the wrapped ones into the plain parameters."""
+        for name, before in self.take_weights(plain).items():
+            if not torch.equal(before, plain[name].detach()):
+                self._ranks.findings.append(
+                    f"{name}, once wrapped, is not what it is in rank {self._ranks.ranks[0]}'s plain module: an "
+                    f"element is {difference_in_words(plain[name], before)}. {SEEDS}"
+                )
+                return
 
     def _put_together(self, name: str, parameter: nn.Parameter) -> None:
         mine, where = self.named.get(name), (self._elements or {}).get(name)

@@ -217,7 +217,8 @@ def largest(tensor: Tensor) -> float:
     >>> largest(torch.tensor([-2.0, 1.0, torch.inf, torch.nan])), largest(torch.zeros(0))
     (2.0, 0.0)
     """
-    return max(map(_largest, tensor.detach().reshape(-1).split(CHUNK)), default=0.0)
+    tensor = tensor.detach() if tensor.dtype != torch.bool else tensor.double()
+    return max(map(_largest, tensor.reshape(-1).split(CHUNK)), default=0.0)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -35,9 +35,7 @@ from mpkit.strategies.wrappers.wrapper import (
     ModuleWrapper,
     begin_proof,
     check_module,
-    checked_prove,
-    context_for,
-    replicas_of,
+    ranks_for,
 )
 from mpkit.trace import Kind
 
@@ -91,7 +89,7 @@ def ddp(
             have different models, which `prove` finds.
         NotSerial: on all ranks, in `optimizer.step()`: a step that is compared is not that of plain PyTorch.
     """
-    within = () if checked_prove("mk.ddp", prove) else (TensorParallel,)
+    within = () if prove else (TensorParallel,)
     if prove and isinstance(module, TensorParallel):
         raise ValueError(
             f"mk.ddp(prove={prove}) around mk.tensor_parallel: no rank has the whole module, to compute it in plain "
@@ -115,8 +113,7 @@ class DataParallel(ModuleWrapper):
     def __init__(
         self, module: nn.Module, bucket_mb: float, unused: bool, group: Group, prove: int = 0
     ) -> None:
-        context = context_for(module)
-        replicas = replicas_of(context, group)
+        context, replicas = ranks_for(module, group)
         raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
         proof = begin_proof("mk.ddp", replicas, module, prove, synchronizes=lambda: self.synchronizes)
         super().__init__(module)

@@ -46,8 +46,7 @@ from mpkit.strategies.wrappers.wrapper import (
     ModuleWrapper,
     begin_proof,
     check_module,
-    checked_prove,
-    context_for,
+    ranks_for,
 )
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
@@ -104,11 +103,11 @@ def pipeline(
         ValueError: there is no process group, the module cannot be divided or has nothing to train, or the schedule
             does not fit the number of ranks.
     """
-    _check(module, loss, options, prove)
-    context = context_for(module)
+    _check(module, loss, options)
+    context, comm = ranks_for(module)
     plan = Plan(pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n, **options)
-    proof = begin_proof("mk.pipeline", context.comm, module, prove, loss=loss)
-    broadcast_all(context.comm, module)
+    proof = begin_proof("mk.pipeline", comm, module, prove, loss=loss)
+    broadcast_all(comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
     job = prepare(
         module, batches, plan, ranks=n, steps=len(batches), loss=loss, by_name=context.comm.wire.by_name,
@@ -117,9 +116,8 @@ def pipeline(
     return PipelineParallel(context, job, proof)
 
 
-def _check(module: Any, loss: Any, options: Mapping[str, Any], prove: Any) -> None:
+def _check(module: Any, loss: Any, options: Mapping[str, Any]) -> None:
     check_module(module, "mk.pipeline")
-    checked_prove("mk.pipeline", prove)
     unknown = sorted(set(options) - {"virtual_stages", "recompute", "cut"})
     if unknown:
         raise ValueError(

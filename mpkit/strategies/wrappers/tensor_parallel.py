@@ -36,9 +36,7 @@ from mpkit.strategies.wrappers.wrapper import (
     ModuleWrapper,
     begin_proof,
     check_module,
-    checked_prove,
-    context_for,
-    replicas_of,
+    ranks_for,
 )
 
 if TYPE_CHECKING:
@@ -215,10 +213,8 @@ def tensor_parallel(
 def _wrap_module(
     module: nn.Module, plan: TensorPlan | None, prove: int, *, group: Group, sequence: bool, overlap: bool
 ) -> TensorParallel:
-    checked_prove("mk.tensor_parallel", prove)
     check_module(module, "mk.tensor_parallel")
-    context = context_for(module)
-    comm = replicas_of(context, group)
+    context, comm = ranks_for(module, group)
     raise_rejection(find_wrong_embedding(module, shared=comm.size > 1) or find_shared_memory(module))
     tp = Ranks("mk.tensor_parallel", comm.ranks, comm.handle)
     proof = begin_proof("mk.tensor_parallel", comm, module, prove, tp=tp, synchronizes=lambda: True)

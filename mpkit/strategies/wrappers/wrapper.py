@@ -2,7 +2,7 @@
 
 ModuleWrapper     has the user's module's signature, attributes and names
 HeldParameters    the module's parameters have to stay those that were wrapped
-replicas_of       the ranks of a group, as a communicator
+ranks_for         this rank, and the ranks of a group, as a communicator
 check_module      what cannot be wrapped
 begin_proof       the proof of the first steps, with a copy of the module as it was
 """
@@ -30,8 +30,7 @@ from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.rank_context import Context
 
 __all__ = [
-    "Group", "HeldParameters", "ModuleWrapper", "begin_proof", "check_module", "checked_prove", "context_for",
-    "replicas_of",
+    "Group", "HeldParameters", "ModuleWrapper", "begin_proof", "check_module", "checked_prove", "ranks_for",
 ]  # fmt: skip
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
@@ -183,37 +182,23 @@ class HeldParameters:
             )
 
 
-def context_for(module: nn.Module) -> Context:
-    """Return this rank's context, and move the module to the rank's device under `Cluster.run`.
+def ranks_for(module: nn.Module, group: Group = None) -> tuple[Context, Communicator]:
+    """Return this rank's context, and the communicator of a group; under `Cluster.run` the module moves to the device.
 
     Raises:
-        ValueError: there is no process group, or its backend cannot send tensors from the module's device.
+        ValueError: there is no process group, or its backend cannot send tensors from the module's device; or `group`
+            is no group, has several axes, or does not have this rank.
     """
-    first = next((*module.parameters(), *module.buffers()).__iter__(), None)
+    first = next(iter((*module.parameters(), *module.buffers())), None)
     comm = current_communicator(first.device if first is not None else torch.device("cpu"))
     context = Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
     if first is not None and first.device != context.device:
         module.to(context.device)
-    backend = "gloo" if context.comm.wire.gloo else "nccl"
-    if context.device.type == "cpu" and not context.comm.wire.gloo and dist.get_backend() == "nccl":
+    if context.device.type == "cpu" and not comm.wire.gloo and dist.get_backend() == "nccl":
         raise ValueError(
-            f"The module is on {context.device}, and the process group's backend {backend} sends from GPUs only: "
+            f"The module is on {context.device}, and the process group's backend nccl sends from GPUs only: "
             "module.cuda() comes before it is wrapped, or init_process_group('gloo')"
         )
-    return context
-
-
-def replicas_of(context: Context, group: Group) -> Communicator:
-    """Return the communicator of a group.
-
-    Args:
-        context: this rank's context.
-        group: the ranks.
-
-    Raises:
-        ValueError: it is no group, has several axes, or this rank is not in it.
-    """
-    comm = context.comm
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names
@@ -235,7 +220,7 @@ def replicas_of(context: Context, group: Group) -> Communicator:
         raise ValueError(
             f"rank {group.rank} is not in the group of ranks {list(group.ranks)}: only its ranks wrap the module"
         )
-    return group if group.size > 1 else OneRank(comm.wire)
+    return context, group if group.size > 1 else OneRank(comm.wire)
 
 
 def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> nn.Module:
@@ -311,8 +296,11 @@ def begin_proof(who: str, comm: Communicator, module: nn.Module, steps: int, **h
         module: is copied.
         steps: how many; 0: none.
         how: `loss` of the plain module, and what else a `LoopProof` takes.
+
+    Raises:
+        ValueError: on all ranks: the ranks have different models; or `steps` is no number of steps.
     """
-    if not steps:
+    if not checked_prove(who, steps):
         return None
     plain = PlainModule(copy_model(module), loss=how.pop("loss", None))
     return LoopProof(who, Ranks(who, comm.ranks, comm.handle), plain, steps, **how)
