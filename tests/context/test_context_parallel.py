@@ -178,7 +178,6 @@ def flops(n: int, index: int, how: dict[str, Any], values: int = 8) -> list[floa
     """Of a rank's forward and backward, counted without ranks and numbers."""
     q, k, v = (torch.empty(1, 1, 16 // n, d, requires_grad=True) for d in (8, 8, values))
     counted = count(partial(ring_attention, group=FakeGroup(n, index), **how), q, k, v)
-    assert not counted.why
     return [counted.forward, counted.backward]
 
 

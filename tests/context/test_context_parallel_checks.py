@@ -17,8 +17,8 @@ from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, positions_of, sequence_part
 from mpkit.strategies.models.gpt import GPT
-from mpkit.strategies.prepare.local_copy import check_context_parallel
-from mpkit.strategies.prepare.observe import quiet
+from mpkit.strategies.prepare.isolation import quiet
+from mpkit.strategies.prepare.sample import check_context_parallel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

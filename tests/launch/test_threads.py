@@ -12,11 +12,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from mpkit.strategies.prepare.checks import check_global_hooks
 from mpkit.strategies.prepare.isolation import quiet
-from mpkit.trace.record.flops import count
 from tests.limits import EVENT
 
 
@@ -56,21 +53,3 @@ def test_the_second_thread_waits_and_what_others_print_is_shown(monkeypatch: pyt
     assert order == ["a", "b"] and shared() == before and sys.stdout is out
     print("shown too", file=stream)  # somebody has kept it
     assert out.getvalue() == "shown\nshown too\n"
-
-
-def test_hooks_of_another_threads_dry_run_reject_nothing() -> None:
-    """While FLOPs are counted, torch's tracker has hooks on all modules of the process."""
-    counting, asked = threading.Event(), threading.Event()
-
-    class Waits(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            counting.set()
-            assert asked.wait(EVENT)
-            return 2 * x
-
-    thread = threading.Thread(target=count, args=(Waits(), torch.ones(1)))
-    thread.start()
-    assert counting.wait(EVENT)
-    asked.set()
-    check_global_hooks()
-    thread.join()

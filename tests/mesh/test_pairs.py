@@ -365,9 +365,7 @@ def test_a_row_equals_serial_training(
     # Saving and evaluating communicate, which a dry run does not; nor does it know what routers choose.
     if not between and kind != "experts" and row["checkpoint"] == "-":
         alike = {name: how[name] for name in ("loss", "optimizer", "max_grad_norm")}
-        # Its FLOPs are off by 1 to 4 % in 16 bits, and where a first convolution is computed again.
-        off = row["precision"] in NARROW or (row["model"] == "resnet" and row["recompute"] == "full")
-        check_dry_run(run, model, data[0], clusters(1), flops=not off, **alike)
+        check_dry_run(run, model, data[0], clusters(1), **alike)
 
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -414,10 +412,8 @@ def check_pictures(run: Run) -> None:
     assert (sum(row.wire for row in volume.rows) > 0) == (run.plan.ranks > 1), str(volume)
 
 
-def check_dry_run(
-    run: Run, model: nn.Module, batch: Any, cluster: mk.Cluster, flops: bool, **how: Any
-) -> None:
+def check_dry_run(run: Run, model: nn.Module, batch: Any, cluster: mk.Cluster, **how: Any) -> None:
     """A run on tensors without content does what the ranks did."""
     shapes = torch.utils._pytree.tree_map(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
     fake = mk.trace_fake(lambda: model, run.plan, batch=shapes, steps=len(run.losses), cluster=cluster, **how)
-    check_same_trace(run.trace, fake, flops)
+    check_same_trace(run.trace, fake)

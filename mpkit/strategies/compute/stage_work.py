@@ -123,7 +123,9 @@ class StageRecord:
         if flops is None:
             flops = self._flops[key] = self._count(key)
         done, nbytes = flops.cost_of(kind)
-        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including recomputed blocks
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including what is recomputed
+            if self._job.plan.recompute == "selective":
+                done, nbytes = done + flops.attention[0], nbytes + flops.attention[1]
             for block in self._stage.recomputed:
                 more = self.block_costs(key)(block.name)
                 done, nbytes = done + more[0], nbytes + more[1]

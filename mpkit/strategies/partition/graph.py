@@ -58,7 +58,7 @@ class CallNode:
         written: (argument, number): arguments that it writes into, by their place among its arguments' leaves, and the
             numbers of the values that they become.
         random: whether it draws random numbers.
-        flops: FLOPs and bytes; those of the backward count matrix products, as twice the forward's.
+        flops: FLOPs and bytes.
     """
 
     name: str

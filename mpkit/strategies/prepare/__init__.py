@@ -2,9 +2,9 @@
 
 prepare        arguments, resolve, checks, job: the four phases
 arguments      types and values of the arguments; `batches`, the data that the steps use; `task`, what the checks see
-resolve        from the Plan to the ResolvedPlan; `local_copy`, the model as a rank holds it
-observe        the model on fake tensors: shapes, FLOPs, bytes; `sample`, one sample's attentions and routed rows
-copies         copies of the model; `isolation`, running it without side effects
+resolve        from the Plan to the ResolvedPlan, by way of the model as a rank holds it
+observe        one run of the model on fake tensors: shapes, FLOPs, bytes; `sample`, what a sample's ranks exchange
+copies         copies of the model, and runs of these; `isolation`, running it without side effects
 partition      where a model that is no chain is cut: `blocks`, `record`, `divide`; `find_cut` for `mk.find_cut`
 checks         the table of what only a check can stop; `optimizer`, what ranks may give it; `plan_warnings`
 loss_form      how ranks call the loss of a part of the batch

@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.process_wide import LOCK
 from mpkit.common.torch_private import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -261,9 +260,7 @@ def check_global_hooks() -> None:
         "register_module_full_backward_pre_hook": _global_backward_pre_hooks,
         "register_module_full_backward_hook": _global_backward_hooks,
     }
-    with LOCK:  # another thread that counts FLOPs has such hooks for a moment
-        found = [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]
-    for kind, hook in found:
+    for kind, hook in ((kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()):
         raise ValueError(
             f"A hook on all modules ({hook_name(hook)}, by torch.nn.modules.module.{kind}) is set in this process, "
             "and ranks are processes of their own, without it. What works: register it on the model's modules, "

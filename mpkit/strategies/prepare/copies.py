@@ -7,15 +7,15 @@ model.head(x)`) would still refer to the original model; after pickling it refer
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpkit.common.exceptions import one_line
+from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -23,19 +23,22 @@ from mpkit.common.torch_private import (
     _get_dispatch_mode,
     _TorchDispatchModeKey,
 )
-from mpkit.strategies.data.microbatch import Value, leaves
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.partition.walk import HOOKS
 from mpkit.strategies.replicas.batchnorm import batch_norms, has_own_forward
+from mpkit.trace.record.fake_mode import FakeMode
 
 __all__ = [
+    "DryRuns",
     "copy_model",
     "freeze_unshared_norms",
     "has_content",
     "ready_to_travel",
-    "without_content",
     "without_graphs",
 ]
+
+Result = TypeVar("Result")
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -147,17 +150,68 @@ class _DropContent(TorchFunctionMode):
         return memo[id(tensor)]
 
 
-def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of the model whose tensors have no content."""
-    memo: dict[int, Any] = {}
-    with _disable_current_modes():  # before 2.13 the mode takes no parameter of a class of its own
-        plain = [(parameter, parameter.detach()) for parameter in model.parameters()]
-    for parameter, tensor in plain:
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(tensor), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
-    with _DropContent(mode):
-        return copy_model(model, memo)
+class DryRuns:
+    """Runs a model without consequences: a copy on fake tensors, and where that is impossible, one on real ones.
+
+    Args:
+        model: the model, which is left as it is.
+        dtype: what its tensors of floating point are cast to; None: they stay.
+        ready: changes a copy before it is run.
+
+    Attributes:
+        on_fakes: whether what runs now runs on fake tensors.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None = None,
+        ready: Callable[[nn.Module], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._model, self._dtype, self._ready = model, dtype, ready
+        self._mode = FakeMode()
+        self._fake: nn.Module | None = None
+        self.on_fakes = False
+
+    def run(
+        self, fn: Callable[..., Result], *values: Value, what: str, final: tuple[type[Exception], ...] = ()
+    ) -> Result:
+        """Return fn(copy, *values); what it refuses is refused again on real tensors, with numbers in the message.
+
+        Args:
+            fn: what is run.
+            values: inputs, targets, of which it is given copies.
+            what, final: as in `mpkit.common.exceptions.fakes_or_real`.
+        """
+
+        def on_fakes() -> Result:
+            self.on_fakes = True
+            try:
+                with self._mode:
+                    if self._fake is None:
+                        with _DropContent(self._mode):
+                            self._fake = self._copy(self._mode.from_tensor)
+                    return fn(self._fake, *(map_tensors(self._mode.from_tensor, value) for value in values))
+            finally:
+                self.on_fakes = False
+
+        def on_real() -> Result:
+            return fn(self._copy(torch.clone), *(map_tensors(torch.clone, value) for value in values))
+
+        return fakes_or_real(on_fakes, on_real, what, final=final)
+
+    def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
+        memo: dict[int, Any] = {}
+        with _disable_current_modes():  # before 2.13 the mode takes no parameter of a class of its own
+            plain = [(parameter, parameter.detach()) for parameter in self._model.parameters()]
+        for parameter, tensor in plain:
+            memo[id(parameter)] = nn.Parameter(self._narrow(of(tensor)), parameter.requires_grad)
+        for buffer in self._model.buffers():
+            memo[id(buffer)] = self._narrow(of(buffer.detach()))
+        made = copy_model(self._model, memo)
+        self._ready(made)
+        return made
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
 
 
 def freeze_unshared_norms(model: nn.Module, microbatches: int, replicas: int) -> nn.Module:

@@ -25,8 +25,8 @@ from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, prepar
 from mpkit.strategies.prepare.arguments import check_loss, check_model
 from mpkit.strategies.prepare.batches import check_split, take_batches
 from mpkit.strategies.prepare.blocks import calls_of, groups_of
-from mpkit.strategies.prepare.isolation import on_threads
-from mpkit.strategies.prepare.observe import dry_run, quiet
+from mpkit.strategies.prepare.isolation import on_threads, quiet
+from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.stage.stage import call
 
@@ -44,7 +44,7 @@ def find(
         assert isinstance(batches, WholeBatches)
         check_split(batches, plan)
         shapes = one_of_each_shape(batches, plan.microbatches, plan.dp)
-        dry_run(model, shapes, loss, counts=False)  # refuses what the model or the loss refuses
+        observe(model, shapes, loss, plan, counts=False)  # refuses what the model or the loss refuses
         partition = partition_model(model, shapes, plan, loss)
         graph = next(iter(partition.divisions.values())).graph
         # ---- cost

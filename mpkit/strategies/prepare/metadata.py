@@ -13,7 +13,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.prepare.sample import observe_sample
+from mpkit.strategies.prepare.sample import SampleSeen
 from mpkit.strategies.replicas.flat import assign_owners
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
@@ -22,14 +22,16 @@ __all__ = ["describe_run"]
 
 
 def describe_run(
-    model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, *, by_owner: bool = False
-) -> dict[str, Any]:
+    model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, sample: SampleSeen, *,
+    by_owner: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return the metadata of a run, in JSON types.
 
     Args:
         model: the whole model.
         batch: the first one.
         resolved: the plan, resolved for them.
+        sample: what ranks exchange of one sample.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
 
     Returns:
@@ -53,7 +55,7 @@ def describe_run(
     attentions: tuple[list[int], list[int]] = ([], [])
     if plan.cp > 1:
         exchanging = plan.tp * plan.cp if plan.cp_method == "ulysses" else 1
-        attentions = observe_sample(model, batch[0]).attention_sizes(held, exchanging)
+        attentions = sample.attention_sizes(held, exchanging)
     kv_bytes, qo_bytes = ([n * average * dtype.itemsize for n in sizes] for sizes in attentions)
     return {
         "plan": plan.to_json(),
@@ -75,7 +77,7 @@ def describe_run(
             "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
             "split": _split(resolved.schedule),
             "owned": _owned_elements(named, resolved) if by_owner else [],
-            **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
+            **_expert_numbers(named, resolved, sample, average, dtype.itemsize),
             **_routing_bytes(model, resolved),
         },
         "shards": _describe_shards(resolved.sharded),
@@ -137,12 +139,7 @@ def _stream_of_sample(inputs: Value, sharded: ShardedModel) -> int:
 
 
 def _expert_numbers(
-    model: nn.Module,
-    whole: Mapping[str, nn.Parameter],
-    resolved: ResolvedPlan,
-    inputs: Value,
-    samples: float,
-    size: int,
+    whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, sample: SampleSeen, samples: float, size: int
 ) -> dict[str, Any]:
     """Return what experts add to the formulas: nothing without ep, and without experts that tp divides.
 
@@ -154,7 +151,7 @@ def _expert_numbers(
     divided = [sum(region.row in stage for region in regions if region.row in shards) for stage in held]
     if plan.ep == 1 and not any(divided):
         return {}
-    rows, choices, slots = observe_sample(model, inputs).routed_sizes(held)
+    rows, choices, slots = sample.routed_sizes(held)
     along_tp = {"experts_tp": divided, "choices": [n * samples for n in choices]} if any(divided) else {}
     if plan.ep == 1:
         return along_tp

@@ -1,40 +1,47 @@
-"""Run model and loss once on fake tensors, which have shapes but no content.
+"""One run of model and loss, forward and backward, of which everything else that is known before the start is read.
 
 Under torch's FakeTensorMode every operation computes shapes and no numbers, so a model of any size runs in
 milliseconds, and inputs that it would refuse are refused here, before any rank starts. A layer that looks at its
-tensors' values cannot run on fake tensors; then one micro-batch is computed for real, on a copy of the model. Once the
-shapes are known, FLOPs and bytes are counted layer by layer.
+tensors' values cannot run on fake tensors; then one micro-batch is computed for real, on a copy of the model.
+
+    forward     layer by layer: what each hands on, its FLOPs and bytes, whether it writes into its inputs
+    loss        it has to be a scalar that depends on trained parameters
+    backward    of each layer by itself, and of layers that are alike, such as the blocks of a transformer, once
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.exceptions import fakes_or_real, one_line
-from mpkit.common.torch_private import TorchDispatchMode, peek_interpreter_stack
-from mpkit.strategies.data.microbatch import Value, map_tensors
+from mpkit.common.exceptions import one_line
+from mpkit.common.torch_private import peek_interpreter_stack
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.heard_draws import draws_numbers
-from mpkit.strategies.models.nested_values import flatten
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import SEEDED
 from mpkit.strategies.partition.value import Boundary, LayerNumbers
 from mpkit.strategies.prepare.arguments import CROSS_ENTROPY
-from mpkit.strategies.prepare.copies import copy_model, without_content
-from mpkit.strategies.prepare.isolation import quiet
-from mpkit.strategies.replicas.batchnorm import Alone, batch_norms, over_whole_batch
+from mpkit.strategies.prepare.copies import DryRuns
+from mpkit.strategies.replicas.batchnorm import Alone, over_whole_batch
+from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
-from mpkit.trace.record.fake_mode import FakeMode
-from mpkit.trace.record.flops import Flops, count
+from mpkit.trace.record.flops import Attentions, Flops, Meter, leaves_of
 
-__all__ = ["dry_run", "narrow_copy", "of_wide_outputs", "quiet", "whole"]
+__all__ = ["Around", "Backwards", "cut_off", "kind_of_layer", "observe", "of_wide_outputs", "whole"]
 
 Loss = Callable[[Any, Any], Any]
+Around = Callable[[], AbstractContextManager[Any]]
+"""Makes the context in which a forward runs."""
 
 
 def whole(value: Value) -> Value:
@@ -42,67 +49,42 @@ def whole(value: Value) -> Value:
     return value
 
 
-def dry_run(
-    model: nn.Module,
-    shapes: Mapping[Hashable, tuple[Value, Value]],
-    loss: Loss,
-    *,
-    precision: str = "full",
-    whole_statistics: bool = False,
-    counts: bool = True,
-    cut: Callable[[Value], Value] = whole,
-    attention: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> dict[Hashable, list[LayerNumbers]]:
+def observe(
+    model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], loss: Loss, plan: Plan, *,
+    counts: bool = True, halves: bool = False, cut: Callable[[Value], Value] = whole,
+    attention: Around = nullcontext,
+) -> dict[Hashable, list[LayerNumbers]]:  # fmt: skip
     """Return the numbers of each layer, and last of the loss, for micro-batches of every shape, by signature.
 
     Args:
         shapes: a micro-batch of every shape, by its signature (`mpkit.strategies.data.microbatch.one_of_each_shape`).
-        precision: as in `Plan`.
-        whole_statistics: BatchNorm's statistics are over the whole batch, so a rank may have a single sample.
-        counts: whether to count FLOPs.
+        plan: read for the precision, and for who shares BatchNorm's statistics.
+        counts: whether the backward is counted.
+        halves: whether it is counted in two halves.
         cut: returns a rank's part of inputs or targets where ranks share sequences.
         attention: returns the context in which a forward runs.
 
     Raises:
         ValueError: a layer refuses its inputs, or the loss is not a scalar.
     """
-    numbers: dict[Hashable, list[LayerNumbers]] = {}
-    dtype = PRECISIONS.get(precision)
-    if dtype is not None:
-        model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
-    if whole_statistics and batch_norms(model):
-        model = copy_model(model)
-        over_whole_batch(model, Alone())
-    fakes = _Fakes(model)
-    for key, (inputs, targets) in shapes.items():
-        x, y = cut(inputs if dtype is None else cast(inputs, dtype)), cut(targets)
-        with attention():
-            passed = _walk_parts(fakes, model, x, y, loss)
-            numbers[key] = (
-                count_layers(model, x, y, loss, passed)
-                if counts
-                else [LayerNumbers(Flops(), *each) for each in (*passed, LayerOutput(None))]
-            )
-    return numbers
+    dtype = PRECISIONS.get(plan.precision)
+    loss = loss if dtype is None else of_wide_outputs(loss)
 
+    def ready(copied: nn.Module) -> None:
+        if plan.dp > 1 and plan.batchnorm == "sync":  # a rank may have a single sample
+            over_whole_batch(copied, Alone())
 
-def _walk_parts(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[LayerOutput]:
+    runs, backwards = DryRuns(model, dtype, ready), Backwards(halves) if counts else None
+
+    def walk(copied: nn.Module, x: Value, y: Value) -> list[LayerNumbers]:
+        return _walk(copied, x, y, loss, attention, Operators(doubts=runs.on_fakes), backwards)
+
     # If the model refuses its inputs, it does so again on real tensors, with the error that the user knows.
-    return fakes_or_real(
-        lambda: fakes.walk(x, y, loss),
-        lambda: _walk_for_real(model, x, y, loss),
-        f"A micro-batch of {type(model).__name__}",
-    )
-
-
-def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of the model in another dtype."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        narrow = cast(tensor.detach(), dtype)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(narrow, tensor.requires_grad) if is_parameter else narrow
-    return copy_model(model, memo)
+    what = f"A micro-batch of {type(model).__name__}"
+    return {
+        key: runs.run(walk, cut(inputs if dtype is None else cast(inputs, dtype)), cut(targets), what=what)
+        for key, (inputs, targets) in shapes.items()
+    }
 
 
 def of_wide_outputs(loss: Loss) -> Loss:
@@ -110,47 +92,42 @@ def of_wide_outputs(loss: Loss) -> Loss:
     return lambda outputs, targets: loss(cast(outputs, torch.float32), targets)
 
 
-class _Fakes:
-    """A copy of the model with fake tensors, created when first needed and usable for any shape."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._mode = FakeMode()
-        self._copy: nn.Module | None = None
-
-    def walk(self, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
-        """Return the output of each layer; fails where the model fails or needs the tensors' content."""
-        with self._mode, _DoubtDtypes():  # type: ignore[no-untyped-call]
-            if self._copy is None:
-                self._copy = without_content(self._model, self._mode)
-            x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
-            return _walk(self._copy, x, y, loss)
+# ---- forward -------------------------------------------------------------------------------------------------
 
 
-class _DoubtDtypes(TorchDispatchMode):
-    """A mode for dtypes that fake tensors accept and real ones refuse, such as a product of float64 with float32.
+class Operators(Meter):
+    """A meter that also doubts dtypes, and notices draws from torch's generator after another seed was set.
 
-    Where an operator is given several dtypes that it may not accept together, it raises, so that the real run decides.
+    Fake tensors accept dtypes that real ones refuse, such as a product of float64 with float32. Where an operator is
+    given several dtypes that it may not accept together, it raises, so that the real run decides.
+
+    Args:
+        doubts: whether the tensors are fake.
+
+    Attributes:
+        seeded: whether numbers were drawn from a seed of the user's.
     """
 
     ALIKE = ("linear", "mm", "addmm", "bmm", "baddbmm", "native_layer_norm", "native_group_norm")
     INDEXED = ("nll_loss_forward", "nll_loss2d_forward")
 
+    def __init__(self, doubts: bool) -> None:
+        super().__init__()
+        self._doubts, self.seeded = doubts, False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # every second call: a query for a fake tensor's device
+            return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in self.ALIKE and len({value.dtype for value in args if isinstance(value, Tensor)}) > 1:
-            raise TypeError(f"{name} of several dtypes")
-        if name in self.INDEXED and args[1].dtype != torch.int64:
+        if self._doubts and name in self.ALIKE:
+            if len({value.dtype for value in args if isinstance(value, Tensor)}) > 1:
+                raise TypeError(f"{name} of several dtypes")
+        elif self._doubts and name in self.INDEXED and args[1].dtype != torch.int64:
             raise TypeError(f"{name} of targets {args[1].dtype}")
-        return func(*args, **(kwargs or {}))
-
-
-def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
-    held = copy_model(model)
-    x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
-    return _walk(held, x, y, loss)
+        self.seeded = self.seeded or (_is_users(torch.initial_seed()) and draws_numbers(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 OWN_SEED = 0x6D706B6974
@@ -162,50 +139,56 @@ def _is_users(seed: int) -> bool:
     return seed != OWN_SEED and seed < 2**32
 
 
-class _SeedListener(TorchDispatchMode):
-    """A mode that notices draws from torch's generator after another seed was set inside."""
-
-    seeded = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seeded = self.seeded or (draws_numbers(func) and _is_users(torch.initial_seed()))
-        return func(*args, **(kwargs or {}))
-
-
-def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
-    """Run layer after layer and then the loss; return each output and whether the layer writes into its inputs."""
+@contextmanager
+def _own_seed(operators: Operators) -> Iterator[None]:
+    """Give torch's generator a seed of its own inside the block, and refuse a seed that is set there."""
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(OWN_SEED)
     try:
-        with _SeedListener() as heard:  # type: ignore[no-untyped-call]
-            passed = _walk_layers(model, inputs, targets, loss)
-        if heard.seeded or _is_users(torch.initial_seed()):
+        yield
+        if operators.seeded or _is_users(torch.initial_seed()):
             raise ValueError(SEEDED)
     finally:
         torch.default_generator.set_state(state)
-    return passed
 
 
-def _walk_layers(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
-    passed = []
-    value: Any = inputs
+def _walk(
+    model: nn.Module, inputs: Value, targets: Value, loss: Loss, attention: Around, operators: Operators,
+    backwards: Backwards | None,
+) -> list[LayerNumbers]:  # fmt: skip
+    """Run layer after layer and then the loss; then the backwards, of which each begins and ends at its own layer."""
     layers, effects = layers_of(model), _Effects(model)
-    for i, (name, layer) in enumerate(layers):
-        given, before = value, _versions(value)
-        try:
-            value = call(layer, value, first=i == 0)
-        except Exception as error:
-            whole = "data of this shape" if i == 0 else "what its own layers make of data of this shape"
-            raise ValueError(
-                f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
-                f"{_describe(given)} and said: {one_line(error)}"
-            ) from None
-        passed.append(LayerOutput(Boundary.from_output(value), _versions(given) != before, *effects.take()))
-    effects.end()
-    _check_loss(loss, value, targets)
-    return passed
+    handles = [h for name, block in repeated_blocks(model).items() for h in operators.watch(name, block)]
+    numbers: list[LayerNumbers] = []
+    calls: list[tuple[Flops, list[Tensor], list[Tensor], Hashable]] = []
+    value: Any = inputs
+    with torch.enable_grad(), _own_seed(operators), Attentions(operators), attention(), operators:
+        for i, (name, layer) in enumerate(layers):
+            given, leaves = cut_off(value)
+            kind = None if i == 0 else (kind_of_layer(layer), Boundary.from_output(given))
+            before = _versions(given)
+            operators.clear()
+            try:
+                value = call(layer, given, first=i == 0)
+            except Exception as error:
+                whole = "data of this shape" if i == 0 else "what its own layers make of data of this shape"
+                raise ValueError(
+                    f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
+                    f"{_describe(given)} and said: {one_line(error)}"
+                ) from None
+            calls.append((operators.measured(), _tensors(value), leaves, kind))
+            written = _versions(given) != before
+            numbers.append(LayerNumbers(Flops(), Boundary.from_output(value), written, *effects.take()))
+        given, leaves = cut_off(value)
+        operators.clear()
+        result = _checked_loss(loss, given, targets)
+        calls.append((operators.measured(), [result], leaves, None))
+        numbers.append(LayerNumbers(Flops(), None))
+    for handle in (*handles, *effects.handles):
+        handle.remove()
+    if backwards is None:
+        return numbers
+    return [replace(each, flops=backwards.count(*made)) for each, made in zip(numbers, calls, strict=True)]
 
 
 class _Effects:
@@ -214,19 +197,19 @@ class _Effects:
     def __init__(self, model: nn.Module) -> None:
         self._transformed: list[str] = []
         self._differentiated: list[str] = []
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         for name, layer in model.named_modules():
             if next(layer.parameters(recurse=False), None) is not None:
-                self._handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
-                self._handles.append(layer.register_forward_hook(partial(self._after, name)))
+                self.handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
+                self.handles.append(layer.register_forward_hook(partial(self._after, name)))
 
     def _before(self, name: str, *_: Any) -> None:
         if peek_interpreter_stack() is not None:
             self._transformed.append(name)
 
     def _after(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        for leaf in flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        for leaf in _tensors(output):
+            if leaf.requires_grad:
                 leaf.register_hook(lambda _: self._differentiated.append(name))
 
     def take(self) -> tuple[str, str]:
@@ -236,9 +219,9 @@ class _Effects:
         self._differentiated.clear()
         return found
 
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _versions(value: Any) -> list[int]:
@@ -247,7 +230,8 @@ def _versions(value: Any) -> list[int]:
     return [tensor._version for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def _check_loss(loss: Loss, outputs: Any, targets: Value) -> None:
+def _checked_loss(loss: Loss, outputs: Any, targets: Value) -> Tensor:
+    """Return the loss, a scalar that depends on trained parameters."""
     given = f"outputs {_describe(outputs)} and targets {_describe(targets)}"
     try:
         value = loss(outputs, targets)
@@ -273,6 +257,7 @@ def _check_loss(loss: Loss, outputs: Any, targets: Value) -> None:
             f"The loss does not depend on any parameter that is trained, so there is nothing to do: either all have "
             f"requires_grad=False, or it was cut off by .detach() or torch.no_grad(). {wanted}."
         )
+    return value
 
 
 def _describe(value: Any) -> str:
@@ -283,71 +268,93 @@ def _describe(value: Any) -> str:
     return type(value).__name__ if boundary is None else str(boundary)
 
 
-# ---- FLOPs, once the shapes are known ------------------------------------------------------------------------
-
-UNKNOWN = Flops(why="what the layer before it returns is not known before the run")
+# ---- backward ------------------------------------------------------------------------------------------------
 
 
-class LayerOutput(NamedTuple):
-    """What a layer makes: its output, None if it cannot be sent; the rest as in `LayerNumbers`."""
+def cut_off(value: Any) -> tuple[Any, list[Tensor]]:
+    """Return a value whose tensors have no graph behind them, and the leaves by which gradients arrive.
 
-    output: Boundary | None
-    in_place: bool = False
-    transformed: str = ""
-    differentiated: str = ""
-
-
-def count_layers(
-    model: nn.Module,
-    inputs: Value,
-    targets: Value,
-    loss: Callable[[Any, Any], Any],
-    passed: list[LayerOutput],
-) -> list[LayerNumbers]:
-    """Return the FLOPs and bytes of each layer, and last those of the loss; 0 where they cannot be counted.
-
-    Identical layers, such as the blocks of a transformer, are counted once.
+    A layer may write into what it is given, but not into leaves: it is given copies of these.
     """
-    counted: dict[Hashable, Flops] = {}
-    numbers = []
-    given: Boundary | None = None
-    for i, ((_, layer), each) in enumerate(zip(layers_of(model), passed, strict=True)):
-        if i == 0:
-            flops = _count_first(layer, inputs)
-        else:
-            key = (make(layer), given)
-            if key not in counted:
-                counted[key] = count(layer, *_empty(given)) if given is not None else UNKNOWN
-            flops = counted[key]
-        numbers.append(LayerNumbers(flops, *each))
-        given = each.output
-    last = count(loss, *_empty(given), targets) if given is not None else UNKNOWN
-    return [*numbers, LayerNumbers(last, None)]
+    tensors, shape = flatten(value)
+    leaves: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in leaves:
+            leaves[id(tensor)] = tensor.detach().requires_grad_()
+            copies[id(tensor)] = leaves[id(tensor)].clone()
+    if not leaves:
+        return value, []
+    return rebuild(shape, [copies.get(id(each), each) for each in tensors]), list(leaves.values())
 
 
-def _count_first(layer: nn.Module, inputs: Value) -> Flops:
-    """Count the model's first layer, with its inputs by position or by name."""
-    if not isinstance(inputs, dict):
-        return count(layer, *(inputs if isinstance(inputs, tuple) else (inputs,)))
-    return count(lambda named: layer(**named), inputs)
+class Backwards:
+    """Counts the backwards of calls, and of calls that are alike only once.
+
+    Args:
+        halves: whether the part for the gradients of the inputs is counted by itself, as a split backward does it.
+    """
+
+    def __init__(self, halves: bool) -> None:
+        self._halves = halves
+        self._known: dict[Hashable, Flops] = {}
+
+    def count(
+        self, forward: Flops, made: Sequence[Tensor], inputs: Sequence[Tensor], kind: Hashable = None
+    ) -> Flops:
+        """Return the cost of a call's forward and backward.
+
+        Args:
+            forward: the cost of its forward.
+            made: the tensors that it made.
+            inputs: the tensors by which gradients leave it: leaves (`cut_off`), or ones with a graph behind them.
+            kind: equal for calls that are alike; None: there is no other.
+        """
+        known = self._known.get(kind) if kind is not None else None
+        if known is None:
+            try:
+                known = self._backward([each for each in dict.fromkeys(made) if each.requires_grad], inputs)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [""])[0]
+                known = Flops(why=f"{type(error).__name__}: {reason}")
+            self._known[kind] = known
+        if known.why:
+            return known
+        return replace(
+            forward, backward=known.backward, backward_bytes=known.backward_bytes,
+            input_grad=known.input_grad, input_grad_bytes=known.input_grad_bytes,
+        )  # fmt: skip
+
+    def _backward(self, outputs: list[Tensor], inputs: Sequence[Tensor]) -> Flops:
+        if not outputs:
+            return Flops()
+        ones = [torch.ones_like(output) for output in outputs]
+        alone = all(each.is_leaf for each in inputs)
+        with Meter() as both:
+            ends = leaves_of(outputs) if alone else inputs
+            torch.autograd.grad(outputs, ends, ones, retain_graph=True, allow_unused=True)
+        with Meter() as first:
+            if self._halves and alone:
+                input_grads(outputs, ones, inputs)
+            elif self._halves:
+                values = [each for each in inputs if not each.is_leaf]
+                torch.autograd.grad(outputs, values, ones, retain_graph=True, allow_unused=True)
+        return Flops(
+            backward=both.flops, backward_bytes=both.nbytes,
+            input_grad=first.flops, input_grad_bytes=first.nbytes,
+        )  # fmt: skip
 
 
-def _empty(boundary: Boundary) -> tuple[Tensor | tuple[Tensor, ...]]:
-    """Return tensors of arbitrary content with the specs of this boundary, as the argument of the next layer."""
-    tensors = tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, requires_grad=spec.requires_grad) for spec in boundary.specs
-    )
-    return (boundary.pack(tensors),)
-
-
-def make(layer: nn.Module) -> Hashable:
+def kind_of_layer(layer: nn.Module) -> Hashable:
     """Return a key that is equal for layers that compute the same, apart from the content of their tensors.
 
     The key consists of the classes and plain settings of all modules within, and the shapes of their tensors. Any
     other object that a module holds makes its key unique.
 
-    >>> make(nn.Linear(2, 3)) == make(nn.Linear(2, 3)), make(nn.Dropout(0.1)) == make(nn.Dropout(0.2))
-    (True, False)
+    >>> kind_of_layer(nn.Linear(2, 3)) == kind_of_layer(nn.Linear(2, 3))
+    True
+    >>> kind_of_layer(nn.Dropout(0.1)) == kind_of_layer(nn.Dropout(0.2))
+    False
     """
     parts: list[Hashable] = []
     for name, module in layer.named_modules():

@@ -9,26 +9,25 @@ divide    the stage that runs each of them, and what is sent from stage to stage
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mpkit.common.exceptions import fakes_or_real, one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data.microbatch import Value, map_tensors
+from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.hooks import with_backward_hooks
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.prepare.blocks import PartitionChoice, choose, stages_of_blocks, starts
-from mpkit.strategies.prepare.copies import copy_model
+from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.prepare.divide import assign_weights, divide
-from mpkit.strategies.prepare.observe import narrow_copy, of_wide_outputs, whole
+from mpkit.strategies.prepare.observe import Around, Backwards, kind_of_layer, of_wide_outputs, whole
 from mpkit.strategies.prepare.record import CannotCut, EnteredFromOutside, record, tell_if_entered
 from mpkit.strategies.stage.stage import PRECISIONS, cast
-from mpkit.trace.record.fake_mode import FakeMode
 
 __all__ = ["partition_for_draws", "partition_model"]
 
@@ -43,7 +42,7 @@ def partition_model(
     *,
     relays: bool = False,
     cut: Callable[[Value], Value] = whole,
-    attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    attention: Around = nullcontext,
     like: PartitionedModel | None = None,
 ) -> PartitionedModel:
     """Open a model and divide it among the plan's stages.
@@ -54,31 +53,31 @@ def partition_model(
         plan: the plan, of which stages, cut points and precision are used.
         loss: the loss of the training.
         relays: as in `divide`.
-        cut, attention: as in `dry_run`.
+        cut, attention: as in `observe`.
         like: the same model partitioned with shards of other sizes; the cut is at the same places.
 
     Raises:
         ValueError: it cannot be cut, or not at these points; the message says where, why, and what would work.
     """
-    as_given, dtype = model, PRECISIONS.get(plan.precision)
+    dtype = PRECISIONS.get(plan.precision)
     if dtype is not None:
-        model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
+        loss = of_wide_outputs(loss)
         shapes = {key: (cast(x, dtype), y) for key, (x, y) in shapes.items()}
     shapes = {key: (cut(x), cut(y)) for key, (x, y) in shapes.items()}
-    closed = _with_backward_hooks(as_given)  # modules that cannot be opened, and why
+    closed = _with_backward_hooks(model)  # modules that cannot be opened, and why
     with attention():
         if like is None:
             choice, graphs = _walk_through(model, shapes, plan, loss, closed)
         else:
             choice = PartitionChoice(like.modules, like.blocks)
-            dry = _DryRuns(model, choice)
+            dry = _Recordings(model, plan, choice)
             graphs = {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
     first = like.starts if like is not None else starts(next(iter(graphs.values())), plan, closed)
     divisions = {
         key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
         for key, graph in graphs.items()
     }
-    return assign_weights(as_given, choice, divisions, first)
+    return assign_weights(model, choice, divisions, first)
 
 
 def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
@@ -132,7 +131,7 @@ def _walk_through(
     entered: set[str] = set()
     while True:
         choice = choose(model, plan.stages, plan.cut or (), closed, entered)
-        dry = _DryRuns(model, choice)
+        dry = _Recordings(model, plan, choice)
         try:
             return choice, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
         except EnteredFromOutside as error:
@@ -146,45 +145,27 @@ def _walk_through(
             closed[error.scope] = str(error)
 
 
-class _DryRuns:
-    """Copies of the model for dry runs: on fake tensors, and where that is impossible, on real ones."""
+class _Recordings:
+    """Records graphs on copies of a model whose modules were opened."""
 
-    def __init__(self, model: nn.Module, choice: PartitionChoice) -> None:
-        self._model, self._choice = model, choice
-        self._mode = FakeMode()
-        self._fake: nn.Module | None = None
-        self._true: nn.Module | None = None
+    def __init__(self, model: nn.Module, plan: Plan, choice: PartitionChoice) -> None:
+        self._kinds: dict[str, Hashable] = {}
+        self._choice, self._what = choice, f"The graph of {type(model).__name__}'s blocks"
+        self._runs = DryRuns(model, PRECISIONS.get(plan.precision), self._open)
+        self._backwards = Backwards(plan.build().splits_backward)
+
+    def _open(self, copied: nn.Module) -> None:
+        self._kinds = {name: kind_of_layer(copied.get_submodule(name)) for name in self._choice.blocks}
+        for name, block in prepare_modules(copied, *self._choice).items():
+            tell_if_entered(name, block)
 
     def record(self, inputs: Value, targets: Value, loss: Loss) -> Graph:
         """Record the graph of a micro-batch; on real tensors where control flow depends on values."""
-        cpu = torch.device("cpu")
 
-        def on_fakes() -> Graph:
-            with self._mode:
-                if self._fake is None:
-                    self._fake = self._copy(self._mode.from_tensor)
-                x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
-                return record(self._fake, x, y, loss, cpu)
+        def run(copied: nn.Module, x: Value, y: Value) -> Graph:
+            return record(copied, x, y, loss, torch.device("cpu"), self._backwards, self._kinds)
 
-        def on_real() -> Graph:
-            if self._true is None:
-                self._true = self._copy(torch.clone)
-            x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
-            return record(self._true, x, y, loss, cpu)
-
-        what = f"The graph of {type(self._model).__name__}'s blocks"
-        return fakes_or_real(on_fakes, on_real, what, final=(CannotCut, EnteredFromOutside))
-
-    def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for parameter in self._model.parameters():
-            memo[id(parameter)] = nn.Parameter(of(parameter.detach()), parameter.requires_grad)
-        for buffer in self._model.buffers():
-            memo[id(buffer)] = of(buffer.detach())
-        made = copy_model(self._model, memo)
-        for name, block in prepare_modules(made, *self._choice).items():
-            tell_if_entered(name, block)
-        return made
+        return self._runs.run(run, inputs, targets, what=self._what, final=(CannotCut, EnteredFromOutside))
 
 
 def _explain(model: nn.Module, error: CannotCut) -> str:

@@ -7,9 +7,8 @@ from torch import nn
 from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
-from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.prepare.sample import observe_sample
 from mpkit.strategies.stage.recompute import chosen_blocks
 
 __all__ = ["count_recomputed", "warn_if_nothing_recomputed", "warn_if_unwise"]
@@ -41,9 +40,9 @@ def count_recomputed(model: nn.Module, recompute: str) -> tuple[int, int]:
     return len(chosen_blocks(recompute, blocks)), len(blocks)
 
 
-def warn_if_nothing_recomputed(plan: Plan, model: nn.Module, inputs: Value) -> None:
+def warn_if_nothing_recomputed(resolved: ResolvedPlan, model: nn.Module) -> None:
     """Warn if a plan recomputes attentions and the model calls none, or every k-th block and it has fewer than k."""
-    kind = type(model).__name__
+    plan, kind = resolved.plan, type(model).__name__
     if plan.recompute.startswith("every="):
         recomputed, blocks = count_recomputed(model, plan.recompute)
         if not recomputed:
@@ -53,10 +52,17 @@ def warn_if_nothing_recomputed(plan: Plan, model: nn.Module, inputs: Value) -> N
                 f"and all activations are kept. Write "
                 f"{call_of(plan, {'recompute': 'every=2' if blocks > 1 else 'full'})}"
             )
-    elif plan.recompute == "selective" and not observe_sample(model, inputs).attentions:
+    elif plan.recompute == "selective" and plan.cp == 1 and not _calls_attention(resolved):
         eager = ', or attn_implementation="sdpa" for a model of transformers\'' * hasattr(model, "config")
         report(
             f"{plan}: recompute='selective' computes calls of torch.nn.functional.scaled_dot_product_attention again, "
             f"and {kind} makes none: nothing is recomputed, and all activations are kept. Write "
             f"{call_of(plan, {'recompute': 'full'})}{eager}"
         )
+
+
+def _calls_attention(resolved: ResolvedPlan) -> bool:
+    """Return whether a micro-batch was seen to go through an attention, or nothing is known."""
+    key = next(iter(resolved.numbers))
+    stages = [resolved.flops(key, stage) for stage in range(len(resolved.stages))]
+    return any(flops.why or flops.attention[1] for flops in stages)

@@ -52,6 +52,7 @@ from mpkit.strategies.prepare.resume import (
     name_training,
     take_up,
 )
+from mpkit.strategies.prepare.sample import SampleSeen, observe_sample
 from mpkit.strategies.prepare.task import OptimizerTraits, Rejection, Task, TrainOptions, raise_rejection
 from mpkit.strategies.update.average import with_average
 
@@ -102,14 +103,15 @@ def prepare(
         known = [*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further]
         for inputs, _ in known:
             check_not_packed(inputs, plan.cp)
+        sample = observe_sample(sent, sizes[0], plan)
         resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name)
         task.form = find_loss_form(resolved, task, special.mean)
         # ---- checks
         raise_rejection(find_rejection(resolved, task))
         examined = _examine(plan, task)
-        warn_if_nothing_recomputed(plan, sent, task.batch[0])
+        warn_if_nothing_recomputed(resolved, sent)
     # ---- job
-    return _build_job(resolved, task, examined, asked, evaluation, special.found, gpu, options)
+    return _build_job(resolved, sample, task, examined, asked, evaluation, special.found, gpu, options)
 
 
 def _examine(plan: Plan, task: Task) -> OptimizerTraits:
@@ -143,13 +145,13 @@ def _check_options(options: TrainOptions) -> CheckedOptions:
 
 
 def _build_job(
-    resolved: ResolvedPlan, task: Task, examined: OptimizerTraits, asked: CheckedOptions,
+    resolved: ResolvedPlan, sample: SampleSeen, task: Task, examined: OptimizerTraits, asked: CheckedOptions,
     evaluation: EvaluationData | None, special: set[float], gpu: int | None, options: TrainOptions,
 ) -> TrainJob:  # fmt: skip
     """Return the job of a training that passed the checks.
 
     Args:
-        special: the numbers that the loss treats by themselves.
+        sample: what ranks exchange of one sample; special: the numbers that the loss treats by themselves.
     """
     model, batches = task.model, task.batches
     # ---- checkpoints
@@ -167,7 +169,7 @@ def _build_job(
     # ---- proof
     how = with_proof(how, asked.verify, what, task.batch, resolved, special, gpu)
     # ---- what the trace records
-    meta = describe_run(model, task.batch, resolved, by_owner=how.by_owner) | {
+    meta = describe_run(model, task.batch, resolved, sample, by_owner=how.by_owner) | {
         "batch_size": batches.size(0),
         "steps": how.steps,
         "first_step": how.first_step,

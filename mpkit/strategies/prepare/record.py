@@ -6,22 +6,23 @@ operation on such a tensor, is wrapped in a Value, which shows where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.torch_private import TorchDispatchMode, peek_interpreter_stack
+from mpkit.common.torch_private import peek_interpreter_stack
 from mpkit.strategies.data.microbatch import Value as Data
 from mpkit.strategies.models.nested_values import Containers, bring_back, flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, current_walk
+from mpkit.strategies.prepare.observe import Backwards, cut_off
 from mpkit.strategies.stage.stage import call
-from mpkit.trace.record.flops import Flops
-from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
+from mpkit.trace.record.flops import Attentions, Meter
+from mpkit.trace.record.operators import tensors_in
 
 __all__ = ["CannotCut", "EnteredFromOutside", "record", "tell_if_entered"]
 
@@ -72,32 +73,44 @@ def tell_if_entered(name: str, block: nn.Module) -> None:
 
 
 def record(
-    model: nn.Module, inputs: Data, targets: Data, loss: Callable[[Any, Any], Any], device: torch.device
-) -> Graph:
+    model: nn.Module, inputs: Data, targets: Data, loss: Callable[[Any, Any], Any], device: torch.device,
+    backwards: Backwards, kinds: Mapping[str, Hashable],
+) -> Graph:  # fmt: skip
     """Record what the forward of a prepared model (`prepare_modules`) does to a micro-batch.
+
+    Args:
+        backwards: counts the backwards of nodes.
+        kinds: by block, what is equal for blocks that compute the same.
 
     Raises:
         CannotCut: something between the blocks cannot be divided.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with NodeRecording(names, device) as recording:
+    with torch.enable_grad(), NodeRecording(names, device, backwards, kinds) as recording:
         outputs = call(model, inputs, first=True)
-    with LossValues(recording) as wanted:
+    with torch.enable_grad(), LossValues(recording) as wanted:
         result = loss(outputs, targets)
     wanted.see([result])
     graph: Graph = recording.graph
     graph.wanted = tuple(wanted.numbers)
-    graph.loss = wanted.watch.flops
+    graph.loss = backwards.count(wanted.watch.measured(), [_real(result)], wanted.given)
     return graph
 
 
 class NodeRecording(ForwardWalk):
     """A walk that records every node."""
 
-    def __init__(self, parameters: dict[int, str], device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: dict[int, str],
+        device: torch.device,
+        backwards: Backwards,
+        kinds: Mapping[str, Hashable],
+    ) -> None:
         super().__init__(parameters)
         self.graph = Graph()
-        self._device = device
+        self._device, self._backwards, self._kinds = device, backwards, kinds
+        self._instead: dict[int, int] = {}  # by storage of a copy that a block was given, the original's
         self._alive: dict[int, WeakSet[Value]] = {}  # by storage
         self._made_in: dict[int, int] = {}  # by storage, the node that made it
         self._kept: list[Tensor] = []  # kept alive, so that no storage address is reused
@@ -115,13 +128,14 @@ class NodeRecording(ForwardWalk):
         for value in values:
             if value.stale:
                 raise CannotCut(scope, f"{name} is given a view of a tensor that was written into since")
-        real = [_real(leaf) for leaf in leaves]
+        block = isinstance(func, OriginalForward)
+        real, given = self._given_to(leaves, block)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
-        watch = OperatorWatch(self, len(graph.nodes), real, "" if isinstance(func, OriginalForward) else name)
+        watch = OperatorWatch(self, len(graph.nodes), real, "" if block else name)
         real_args, real_kwargs = rebuild(shape, real)
         containers = Containers((real_args, real_kwargs), self.is_whole)
         try:
-            with watch:
+            with Attentions(watch), watch:
                 result = func(*real_args, **real_kwargs)
         except ValueLooked:
             raise CannotCut(
@@ -137,15 +151,11 @@ class NodeRecording(ForwardWalk):
             i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
             if isinstance(leaf, Tensor) and leaf._version != version
         ]  # fmt: skip
-        if (
-            not isinstance(func, OriginalForward)
-            and not written
-            and not any(isinstance(leaf, Tensor) for leaf in made)
-        ):
+        if not block and not written and not any(isinstance(leaf, Tensor) for leaf in made):
             return self._answer(name, func, args, kwargs)
         node = CallNode(
             name,
-            isinstance(func, OriginalForward),
+            block,
             scope,
             tuple(value.number for value in values),
             tuple(self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters),
@@ -154,12 +164,38 @@ class NodeRecording(ForwardWalk):
         )
         node.written = self._write(node, leaves, real, written)
         node.leaves, back = self._wrap(node, leaves, real, made)
-        node.random, node.flops = watch.random, watch.flops
+        kind = (self._kinds.get(name), tuple(map(spec_of, values))) if block else None
+        node.random = watch.random
+        node.flops = self._backwards.count(
+            watch.measured(), [leaf for leaf in made if isinstance(leaf, Tensor)], given, kind
+        )
         node.returned = tuple(containers.returned_containers(result))
         graph.nodes.append(node)
         back_result = rebuild(result_shape, back)
         bring_back((args, kwargs), back_result, node.returned, self.is_whole)
         return back_result
+
+    def _given_to(self, leaves: list[Any], block: bool) -> tuple[list[Any], list[Tensor]]:
+        """Return the tensors behind the leaves of a node's arguments, and those by which gradients arrive.
+
+        A block is given copies without a graph, so that its backward ends at them.
+        """
+        real = [_real(leaf) for leaf in leaves]
+        if not block:
+            return real, [leaf for leaf in real if isinstance(leaf, Tensor) and leaf.requires_grad]
+        wraps = [type(leaf) is Value for leaf in leaves]
+        cut, ends = cut_off([leaf for leaf, is_value in zip(real, wraps, strict=True) if is_value])
+        copies = iter(cut)
+        given = [next(copies) if is_value else leaf for leaf, is_value in zip(real, wraps, strict=True)]
+        for before, after in zip(real, given, strict=True):
+            if before is not after:
+                self._instead[_storage(after)] = self.storage(before)
+                self._kept.append(after)
+        return given, ends
+
+    def storage(self, tensor: Tensor) -> int:
+        """Return a number that is equal for tensors that share memory, in a training."""
+        return self._instead.get(_storage(tensor), _storage(tensor))
 
     def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that an operation's arguments depend only on the inputs.
@@ -206,9 +242,9 @@ class NodeRecording(ForwardWalk):
                 raise CannotCut(
                     node.scope, f"{node.name} writes what a block made into a tensor that no block made"
                 )
-            for other in self._alive.get(_storage(real[i]), ()):
+            for other in self._alive.get(self.storage(real[i]), ()):
                 other.stale = other is not value
-            value.number = self._number(real[i])
+            value.number, value.behind = self._number(real[i]), real[i]
             versions.append((i, value.number))
         return tuple(versions)
 
@@ -230,7 +266,7 @@ class NodeRecording(ForwardWalk):
                 value = fresh.get(id(leaf))
                 if value is None:
                     value = fresh[id(leaf)] = Value(spec_of(leaf), self._device, self._number(leaf), leaf)
-                    self._alive.setdefault(_storage(leaf), WeakSet()).add(value)
+                    self._alive.setdefault(self.storage(leaf), WeakSet()).add(value)
                 described.append(New(value.number))
                 back.append(value)
             elif isinstance(leaf, PLAIN):
@@ -250,58 +286,53 @@ class NodeRecording(ForwardWalk):
 
     def keep(self, tensor: Tensor, node: int) -> None:
         """Record that a node made this tensor."""
-        storage = _storage(tensor)
+        storage = self.storage(tensor)
         if storage not in self._made_in:
             self._made_in[storage] = node
             self._kept.append(tensor)
 
     def made_in(self, tensor: Tensor) -> int | None:
         """Return the node that made the tensor; None if no node did."""
-        return self._made_in.get(_storage(tensor))
+        return self._made_in.get(self.storage(tensor))
 
 
-class OperatorWatch(TorchDispatchMode):
-    """Observes the operators of a node: FLOPs, random numbers, and tensors of other blocks that bypass the graph."""
+class OperatorWatch(Meter):
+    """Observes the operators of a node: costs, random numbers, and tensors of other blocks that bypass the graph."""
 
     def __init__(self, recording: NodeRecording, node: int, given: list[Any], operation: str = "") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recording, self._node, self._operation = recording, node, operation
-        self._given = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        self._given = {recording.storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
         self.random = False
-        self._forward, self._bytes = 0.0, 0
 
-    @property
-    def flops(self) -> Flops:
-        """The node's FLOPs; its backward counts twice the forward, as for matrix products."""
-        return Flops(self._forward, 2 * self._forward, self._bytes, 2 * self._bytes)
+    def give(self, leaves: list[Any]) -> None:
+        """Let operators read these tensors from now on."""
+        self._given |= {self._recording.storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        recording = self._recording
+        recording, storage = self._recording, self._recording.storage
         given = set(self._given)
         for leaf in tensors_in((args, kwargs)):
-            given.add(_storage(leaf))
+            given.add(storage(leaf))
             maker = recording.made_in(leaf)
-            if maker is not None and maker != self._node and _storage(leaf) not in self._given:
+            if maker is not None and maker != self._node and storage(leaf) not in self._given:
                 node = recording.graph.nodes[maker]
                 raise CannotCut(
                     recording.scopes[-1],
                     f"a tensor that {node.name} made is read without having been handed over (kept in an "
                     "attribute, a cache or a closure)",
                 )
-            if id(leaf) in recording._parameters and self._operation and _storage(leaf) not in self._given:
+            if id(leaf) in recording._parameters and self._operation and storage(leaf) not in self._given:
                 raise CannotCut(
                     recording.scopes[-1],
                     f"{self._operation} computes with {recording._parameters[id(leaf)]}, which it is not given",
                 )
-        out = func(*args, **kwargs)
-        self.random = self.random or _draws(func, args, kwargs)
-        self._forward += flops_of(func, args, kwargs, out)
-        self._bytes += moved_by(func, args, kwargs, out)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.random = self.random or _draws(func, args, kwargs or {})
         for leaf in tensors_in(out):
-            if _storage(leaf) not in given:  # not a view of an earlier tensor
+            if storage(leaf) not in given:  # not a view of an earlier tensor
                 recording.keep(leaf, self._node)
         return out
 
@@ -313,14 +344,17 @@ class LossValues(ForwardWalk):
         super().__init__(recording._parameters)
         self.numbers: dict[int, None] = {}
         self.watch = OperatorWatch(recording, -1, [])
-        self._recording = recording
+        self.given: list[Tensor] = []  # what it is given that has a gradient
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the tensors behind the values without wrapping its result: a loss may do anything."""
         leaves, shape = flatten((args, kwargs))
         self.see(leaves)
         real = [_real(leaf) for leaf in leaves]
-        self.watch._given |= {_storage(leaf) for leaf in real if isinstance(leaf, Tensor)}
+        self.given += [
+            leaf for one, leaf in zip(leaves, real, strict=True) if type(one) is Value and leaf.requires_grad
+        ]
+        self.watch.give(real)
         real_args, real_kwargs = rebuild(shape, real)
         with self.watch:
             return func(*real_args, **real_kwargs)

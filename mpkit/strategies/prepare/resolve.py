@@ -1,8 +1,8 @@
 """Resolve a plan for a model and its batches, in one pass: `ResolvedPlan`, which everything after it reads.
 
     shapes        one micro-batch, or a replica's share of one, of every shape that the training will meet
-    local         the model as a rank holds it: its shards of the layers, its part of each sequence (`local_copy`)
-    dry run       what each layer makes of each shape, on fake tensors, and the FLOPs
+    local         the model as a rank holds it: its shards of the layers, its part of each sequence
+    observation   what each layer makes of each shape, on fake tensors, and the FLOPs
     stages        where the model is cut; a model that is no chain is partitioned
     parameters    which stage computes with which, and how many elements each rank holds
 
@@ -13,23 +13,29 @@ ranks; otherwise each place along tp has its own dry run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
 from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
-from mpkit.strategies.prepare.copies import freeze_unshared_norms
-from mpkit.strategies.prepare.local_copy import LocalCopy, local_copies
-from mpkit.strategies.prepare.observe import dry_run
+from mpkit.strategies.prepare.copies import copy_model, freeze_unshared_norms
+from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
+from mpkit.strategies.runtime.local_model import attention_over, localize
 from mpkit.strategies.stage.shard import ShardedModel
 
 __all__ = ["cut_stages", "resolve", "shared_weights"]
@@ -64,14 +70,14 @@ def resolve(
     if plan.data_parallel == "dp":  # rank 0 computes the loss of the whole, and evaluates by itself
         shapes |= one_of_each_shape(sizes, plan.microbatches, 1)
     # ---- local
-    copies = local_copies(model, plan, schedule, sizes[0])
-    # ---- dry run
+    copies = local_copies(model, plan, schedule)
+    # ---- observation
     sends = _LossSends(loss, copies[0])
     numbers = [
-        dry_run(
-            each.model, shapes, sends if each is copies[0] else loss,
-            counts=plan.stages == 1 or is_chain(each.model), precision=plan.precision,
-            whole_statistics=plan.dp > 1 and plan.batchnorm == "sync", cut=each.cut, attention=each.attention,
+        observe(
+            each.model, shapes, sends if each is copies[0] else loss, plan,
+            counts=plan.stages == 1 or is_chain(each.model), halves=schedule.splits_backward, cut=each.cut,
+            attention=each.attention,
         )
         for each in copies
     ]  # fmt: skip
@@ -97,7 +103,78 @@ def resolve(
     )  # fmt: skip
 
 
-# ---- dry run -------------------------------------------------------------------------------------------------
+# ---- local ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalCopy:
+    """A rank's model and its part of the data.
+
+    Attributes:
+        model: the rank's model; the caller's own if nothing is divided.
+        sharded: the result of tensor parallelism.
+        cut: returns the rank's part of inputs or targets.
+        attention: returns the context in which its forward runs.
+        tp: the group with which it shares its layers.
+    """
+
+    model: nn.Module
+    sharded: ShardedModel
+    cut: Callable[[Value], Value]
+    attention: Callable[[], AbstractContextManager[Any]]
+    tp: FakeGroup
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the shards, by the parameters' names."""
+        return {name: shard.shape for name, shard in self.sharded.shards.items()}
+
+    def free(self) -> None:
+        """Free the shards, which would otherwise stay until Python collects reference cycles.
+
+        All other tensors are the caller's.
+        """
+        for name in self.sharded.shards:
+            self.model.get_parameter(name).data = torch.empty(0)
+
+
+def local_copies(model: nn.Module, plan: Plan, schedule: Schedule) -> list[LocalCopy]:
+    """Return the model as the ranks along tp hold it; one copy if all hold the same shapes."""
+    first = _copy_for(model, plan, schedule, 0)
+    if plan.tp == 1:
+        return [first]
+    last = _copy_for(model, plan, schedule, plan.tp - 1)
+    if first.shapes == last.shapes:
+        last.free()
+        return [first]
+    between = [_copy_for(model, plan, schedule, place) for place in range(1, plan.tp - 1)]
+    return [first, *between, last]
+
+
+def _copy_for(model: nn.Module, plan: Plan, schedule: Schedule, place: int) -> LocalCopy:
+    """Copy the model as the rank at `place` would hold it.
+
+    Args:
+        model: the whole model; it is not changed.
+        plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
+        place: the rank's place along tp; along cp and ep it is place 0.
+
+    Raises:
+        ValueError: layers cannot be divided among so many ranks.
+    """
+    mesh = plan.mesh
+    tp = FakeGroup(plan.tp, place)
+
+    def group_of(axis: str) -> FakeGroup:
+        return tp if axis == "tp" else FakeGroup(mesh.degree(axis))
+
+    sharded = ShardedModel()
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
+        # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written into.
+        model = copy_model(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+        sharded = localize(model, plan, schedule, group_of)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+    return LocalCopy(model, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
 
 
 class _LossSends:
@@ -132,18 +209,18 @@ def _partitions(
         return [partition_for_draws(model, shapes, plan, loss)]
     partitions: list[PartitionedModel | None] = []
     for local in copies:
-        partitions.append(
-            partition_model(
-                local.model,
-                shapes,
-                plan,
-                loss,
-                relays=relays,
-                cut=local.cut,
-                attention=local.attention,
-                like=partitions[0] if partitions else None,
-            )
+        like = partitions[0] if partitions else None
+        made = partition_model(
+            local.model,
+            shapes,
+            plan,
+            loss,
+            relays=relays,
+            cut=local.cut,
+            attention=local.attention,
+            like=like,
         )
+        partitions.append(made)
     return partitions
 
 

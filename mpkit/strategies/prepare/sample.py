@@ -1,32 +1,42 @@
 """One sample in the whole model: what its attentions are given, and which rows its routers send to experts.
 
 The sample goes through the model once, on fake tensors if possible and otherwise for real. Context parallelism sends
-what attentions are given: a ring passes on the keys and values; Ulysses exchanges the queries and the output too.
-Expert parallelism exchanges the rows of all choices.
+what attentions are given: a ring passes on the keys and values; Ulysses exchanges the queries and the output too; and
+the same run, of a rank's part of the sample, shows whether the model can be trained so. Expert parallelism exchanges
+the rows of all choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from mpkit.common.exceptions import fakes_or_real
-from mpkit.strategies.data.microbatch import Value, map_tensors, part
-from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
+from mpkit.common.exceptions import one_line
+from mpkit.common.torch_private import tree_leaves
+from mpkit.plan.plan import Plan
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.divided_attention import ContextParallel
+from mpkit.strategies.context.sequence import check_sequences, sequence_part, shift_positions
+from mpkit.strategies.data.microbatch import Value, leaves, part
+from mpkit.strategies.experts.known_experts import (
+    check_experts_of,
+    chosen_experts,
+    find_experts,
+    number_of_experts,
+)
 from mpkit.strategies.models.chain import layers_of
-from mpkit.strategies.prepare.copies import copy_model, without_content
-from mpkit.strategies.prepare.isolation import quiet
+from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.stage.stage import call
-from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["Attention", "SampleSeen", "observe_sample"]
+__all__ = ["Attention", "SampleSeen", "check_context_parallel", "observe_sample"]
 
 
 class Attention(NamedTuple):
@@ -66,10 +76,11 @@ class SampleSeen:
                 rank that it is sent to.
 
         >>> from mpkit.strategies.models.gpt import GPT
-        >>> seen = observe_sample(GPT(layers=3, width=8, heads=2), torch.zeros(2, 5, dtype=torch.long))
+        >>> tokens = torch.zeros(2, 6, dtype=torch.long)
+        >>> seen = observe_sample(GPT(layers=3, width=8, heads=2), (tokens, tokens), Plan(cp=2))
         >>> stages = [["block0.norm1.weight"], ["block1.norm1.weight", "block2.norm1.weight"]]
-        >>> seen.attention_sizes(stages)  # 2 b s h = 2 x 1 x 5 x 8 a layer, each
-        ([80, 160], [80, 160])
+        >>> seen.attention_sizes(stages)  # 2 b s h = 2 x 1 x 6 x 8 a layer, each
+        ([96, 192], [96, 192])
         """
         keys, others = [0] * len(held), [0] * len(held)
         for each in self.attentions:
@@ -84,7 +95,8 @@ class SampleSeen:
         >>> from mpkit.strategies.models.gpt import GPT
         >>> model = GPT(layers=2, width=8, heads=2, experts=4, top_k=2)
         >>> stages = [["block0.mlp.experts.up"], ["block1.mlp.experts.up"]]
-        >>> seen = observe_sample(model, torch.zeros(2, 5, dtype=torch.long))
+        >>> tokens = torch.zeros(2, 5, dtype=torch.long)
+        >>> seen = observe_sample(model, (tokens, tokens), Plan(ep=2, dp=2))
         >>> seen.routed_sizes(stages)  # s k h = 5 x 2 x 8 each
         ([80, 80], [10, 10], [4, 4])
         """
@@ -97,40 +109,52 @@ class SampleSeen:
         return elements, rows, experts
 
 
-def observe_sample(model: nn.Module, inputs: Value) -> SampleSeen:
-    """Return what the first sample of a batch makes of the whole model, which is on the CPU and is not changed."""
-    sample = part(inputs, slice(0, 1))
+def observe_sample(model: nn.Module, batch: tuple[Value, Value], plan: Plan) -> SampleSeen:
+    """Return what the first sample of a batch makes of the whole model, if a plan lets ranks exchange any of that.
 
-    def on_fakes() -> SampleSeen:
-        with FakeMode() as mode:
-            return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
-
-    with quiet():  # on real tensors, dropout would advance the caller's random state
-        return fakes_or_real(
-            on_fakes, lambda: _walk(copy_model(model), sample), f"A sample of {type(model).__name__}"
+    Raises:
+        ValueError: ranks cannot share sequences or divide experts as the plan wants.
+    """
+    seen = SampleSeen()
+    if plan.cp > 1:
+        ulysses = plan.cp_method == "ulysses"
+        seen = check_context_parallel(model, *batch, plan.cp, plan.cp_order, ulysses=ulysses)
+    check_experts_of(model, plan)
+    if plan.cp == 1 < plan.tp * plan.ep and find_experts(model):
+        sample = part(batch[0], slice(0, 1))
+        seen = DryRuns(model).run(
+            lambda copied, x: _walk(copied, x, nullcontext())[1],
+            sample,
+            what=f"A sample of {type(model).__name__}",
         )
+    return seen
 
 
-def _walk(model: nn.Module, sample: Value) -> SampleSeen:
-    observer = _Observer()
+@torch.no_grad()
+def _walk(
+    model: nn.Module, sample: Value, around: AbstractContextManager[Any], ranks: int = 1
+) -> tuple[Any, SampleSeen]:
+    """Return the model's output, and what was seen; `ranks` have such a part of the sample each."""
+    observer = _Observer(ranks)
+    layers = layers_of(model)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(observer.enter, name))
         module.register_forward_hook(observer.leave)
     for name, module in find_experts(model).items():
         module.register_forward_pre_hook(partial(observer.route, name), with_kwargs=True)
     value: Any = sample
-    with torch.no_grad(), observer:
-        for i, (_, layer) in enumerate(layers_of(model)):
+    with around, observer:  # within: it sees the attentions as the model calls them
+        for i, (_, layer) in enumerate(layers):
             value = call(layer, value, first=i == 0)
-    return observer.seen
+    return value, observer.seen
 
 
 class _Observer(TorchFunctionMode):
     """Sees attentions as they are called, and by hooks in which module, and what experts are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.seen = SampleSeen()
+        self.seen, self._ranks = SampleSeen(), ranks
         self._inside = [""]
 
     def enter(self, name: str, *_: Any) -> None:
@@ -142,7 +166,7 @@ class _Observer(TorchFunctionMode):
     def route(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         before = self.seen.routed.get(name, (0, 0, 0))[0]
-        rows = before + chosen_experts(args, kwargs).numel()
+        rows = before + self._ranks * chosen_experts(args, kwargs).numel()
         self.seen.routed[name] = rows, x.shape[-1], number_of_experts(module)
 
     def __torch_function__(
@@ -155,8 +179,8 @@ class _Observer(TorchFunctionMode):
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             query, key, value = given["query"], given["key"], given["value"]
             heads = key.shape[1] if key.dim() == 4 else 0
-            sizes = key.numel() + value.numel(), heads, query.numel() + output.numel()
-            self.seen.attentions.append(Attention(self._inside[-1], *sizes))
+            keys, others = (self._ranks * (a.numel() + b.numel()) for a, b in ((key, value), (query, output)))
+            self.seen.attentions.append(Attention(self._inside[-1], keys, heads, others))
         return output
 
 
@@ -168,3 +192,82 @@ def _stage_of(module: str, held: Sequence[Sequence[str]]) -> int:
             return stages[-1]
         module = module.rpartition(".")[0]
     return len(held) - 1
+
+
+# ---- context parallelism ---------------------------------------------------------------------------------------------
+
+
+def check_context_parallel(
+    model: nn.Module,
+    inputs: Value,
+    targets: Value,
+    n: int,
+    order: str = "contiguous",
+    *,
+    ulysses: bool = False,
+) -> SampleSeen:
+    """Check that n ranks can share the sequences of such a batch, and return what a sample makes of the model.
+
+    One sample's part is run through the model: on tensors without content if it works with those, else on real ones.
+
+    >>> from mpkit.strategies.models.gpt import GPT
+    >>> tokens = torch.zeros(2, 64, dtype=torch.long)
+    >>> check_context_parallel(GPT(layers=1), tokens, tokens, 4).attentions[0].module
+    'block0.attention'
+
+    Args:
+        model: the whole model, on the CPU; left as it is.
+        inputs, targets: a batch, [batch, s, ...].
+        n: number of ranks along cp.
+        order: which part each rank has.
+        ulysses: whether they divide the heads.
+
+    Raises:
+        ValueError: they cannot, with the reason and what would work.
+    """
+    check_sequences(inputs, targets, n, order)
+
+    def check(copied: nn.Module, sample: Value) -> SampleSeen:
+        return _check_forward(copied, sample, n, order, ulysses)
+
+    what = f"A part of a sequence in {type(model).__name__}"
+    return DryRuns(model).run(check, part(inputs, slice(0, 1)), what=what)
+
+
+def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: bool) -> SampleSeen:
+    """Run the forward of the rank that has the end of the sequence."""
+    group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
+    mine = sequence_part(sample, group.index, n, order)
+    length = leaves(mine)[0].shape[1]
+    # ---- positions
+    told = shift_positions(model, group, order)
+    given = isinstance(mine, dict) and mine.get("position_ids") is not None
+    if not (told or given):
+        raise ValueError(
+            f"cp={n}: {type(model).__name__} has no way to be told that its first token is not the sequence's first. "
+            "A forward that takes position_ids [batch, time] beside input_ids has (None: from 0), as transformers' "
+            "models do; so has mpkit.models.GPT. A model without positions may take them and not use them."
+        )
+    # ---- attention
+    attention = ContextParallel(group, order, ulysses=ulysses)
+    try:
+        value, seen = _walk(model, mine, attention, n)
+    except ValueError:
+        raise
+    except Exception as error:
+        shapes = [list(tensor.shape) for tensor in leaves(mine)]
+        raise ValueError(
+            f"cp={n}: the model refuses a rank's part of the sequences, tensors of shape "
+            f"{', '.join(map(str, shapes))} at the end of sequences of {length * n} tokens: "
+            f"{one_line(error)}. Does it take shorter sequences than its longest?"
+        ) from None
+    attention.check_used()
+    # ---- outputs
+    shapes = [list(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if not any(len(shape) > 1 and shape[1] == length for shape in shapes):
+        raise ValueError(
+            f"cp={n}: of sequences [batch, {length}] the model makes {', '.join(map(str, shapes)) or 'no tensor'}, "
+            "so what it says is about the sequence as a whole, of which no rank has more than a part. Models that say "
+            f"something of every token, [batch, {length}, ...], can share sequences out; for this one take cp=1."
+        )
+    return seen

@@ -1,33 +1,34 @@
-"""How much a stage computes and moves, counted once per shape, without computing anything.
+"""How much a call computes and moves: FLOPs and bytes, summed while it runs, on tensors with or without content.
 
-The module runs forward and backward on fake tensors, which have shapes but no data. FLOPs are those of matrix
-multiplications, convolutions and attention, counting a multiply-add as two (torch.utils.flop_counter), and of a causal
-attention what is attended to; all other operators cost memory traffic instead. Bytes are what each operator reads and
-writes, with one kernel per operator, as PyTorch runs them without compilation; views move nothing.
+FLOPs are those of matrix multiplications, convolutions and attention, counting a multiply-add as two
+(torch.utils.flop_counter), and of a causal attention what is attended to; all other operators cost memory traffic
+instead. Bytes are what each operator reads and writes, with one kernel per operator, as PyTorch runs them without
+compilation; views move nothing.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.utils.module_tracker import ModuleTracker
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from mpkit.common.process_wide import LOCK
-from mpkit.common.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_only
+from mpkit.common.torch_private import TorchDispatchMode, tree_leaves, tree_map_only
 from mpkit.trace import Kind
 from mpkit.trace.record.fake_mode import FakeMode
-from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
+from mpkit.trace.record.operators import flops_of, moved_by
 
-__all__ = ["Flops", "count", "total"]
+__all__ = ["Attentions", "Cost", "Flops", "Meter", "count", "leaves_of", "total"]
+
+Cost = tuple[float, int]
+"""FLOPs and bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,24 @@ class Flops:
     Attributes:
         forward, backward: FLOPs.
         forward_bytes, backward_bytes: bytes read and written.
-        layers: (forward, backward) FLOPs of every module inside, by name.
+        layers: the cost of the forward of modules inside, by name.
         why: why nothing could be counted; "" otherwise.
         input_grad, input_grad_bytes: the part of the backward for the gradients of the inputs; the rest is for those
             of the weights.
+        attention: the part of the forward that is in attentions, which selective recomputation does again.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     forward_bytes: int = 0
     backward_bytes: int = 0
-    layers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    layers: Mapping[str, Cost] = field(default_factory=dict)
     why: str = ""
     input_grad: float = 0.0
     input_grad_bytes: int = 0
+    attention: Cost = (0.0, 0)
 
-    def cost_of(self, kind: Kind) -> tuple[float, int]:
+    def cost_of(self, kind: Kind) -> Cost:
         """Return the FLOPs and bytes of an op of this kind.
 
         >>> Flops(1.0, 2.0, 10, 20, input_grad=1.5).cost_of(Kind.WEIGHT_GRAD)
@@ -69,32 +72,6 @@ class Flops:
                 return self.forward, self.forward_bytes
 
 
-def count(target: Callable[..., Any], *inputs: Any) -> Flops:
-    """Count the forward of a module or function on these inputs, and the backward of its outputs.
-
-    Nothing is computed, and neither the module nor its gradients nor any random state change: a copy runs on
-    tensors without data. A module that cannot run this way (because its control flow reads its tensors) costs
-    zeros, and `why` says so; the function never raises.
-
-    Args:
-        target: a module, or a function of tensors such as a module with its loss.
-        inputs: the arguments of `target`; an input that requires a gradient gets one in the backward.
-
-    A linear layer with k inputs and n outputs takes 2bkn FLOPs forward, and as many for each of its two gradients:
-
-    >>> flops = count(nn.Linear(3, 5), torch.zeros(2, 3, requires_grad=True))
-    >>> flops.forward, flops.backward
-    (60.0, 120.0)
-    """
-    try:
-        with LOCK, _preserve_random_states(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will show them
-            return _count(target, inputs)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return Flops(why=f"{type(error).__name__}: {reason}")
-
-
 def total(parts: Sequence[Flops]) -> Flops:
     """Return the FLOPs and bytes of several computations together: unknown, so zeros, if those of one are unknown.
 
@@ -109,79 +86,149 @@ def total(parts: Sequence[Flops]) -> Flops:
         sum(part.backward_bytes for part in parts),
         input_grad=sum(part.input_grad for part in parts),
         input_grad_bytes=sum(part.input_grad_bytes for part in parts),
+        attention=(sum(part.attention[0] for part in parts), sum(part.attention[1] for part in parts)),
     )
 
 
-def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        copied = _fake(tensor, mode)
-        # The input of a module must not be a leaf: the counter cannot follow those through autograd.grad.
-        return copied.view_as(copied) if tensor.requires_grad else copied
+class Meter(TorchDispatchMode):
+    """A mode that sums what the operators cost that run inside.
 
-    mode = FakeMode()
-    within = ModuleTracker()
-    forward, backward, input_grad = (_Costs(mode, within) for _ in range(3))
+    >>> with Meter() as meter:
+    ...     _ = nn.Linear(3, 5)(torch.zeros(2, 3))  # 2 b k n
+    >>> meter.flops
+    60.0
+
+    Attributes:
+        flops, nbytes: the sums.
+        inside: the names of what runs now: modules that are watched, and attentions.
+        within: the sums by these names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops, self.nbytes = 0.0, 0
+        self.inside: list[str] = []
+        self.within: dict[str, Cost] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.add(func, args, kwargs, out)
+        return out
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Add the cost of an operator that has run."""
+        flops, nbytes = flops_of(func, args, kwargs, out), moved_by(func, args, kwargs, out)
+        self.flops, self.nbytes = self.flops + flops, self.nbytes + nbytes
+        for name in self.inside:
+            before = self.within.get(name, (0.0, 0))
+            self.within[name] = before[0] + flops, before[1] + nbytes
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.flops, self.nbytes = 0.0, 0
+        self.within.clear()
+
+    def measured(self) -> Flops:
+        """Return the sums as those of a forward."""
+        inside = {name: cost for name, cost in self.within.items() if name != Attentions.NAME}
+        attention = self.within.get(Attentions.NAME, (0.0, 0))
+        return Flops(self.flops, forward_bytes=self.nbytes, layers=inside, attention=attention)
+
+    def watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        """Sum by this name what runs in the forward of a module; return the hooks that do."""
+        return [
+            module.register_forward_pre_hook(lambda *_: self.inside.append(name)),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _leave(self, *_: Any) -> None:
+        self.inside.pop()
+
+
+class Attentions(TorchFunctionMode):
+    """A mode that lets a Meter sum by its name what runs in `torch.nn.functional.scaled_dot_product_attention`."""
+
+    NAME = "scaled_dot_product_attention"
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self._meter.inside.append(self.NAME)
+        try:
+            output: Tensor = func(*args, **(kwargs or {}))
+        finally:
+            self._meter.inside.pop()
+        return output
+
+
+# ---- one call ------------------------------------------------------------------------------------------------
+
+
+def count(target: Callable[..., Any], *inputs: Any) -> Flops:
+    """Count the forward of a module or function on these inputs, and the backward of its outputs.
+
+    Nothing is computed, and neither the module nor its gradients change: a copy runs on tensors without data.
+
+    Args:
+        target: a module, or a function of tensors.
+        inputs: the arguments of `target`; an input that requires a gradient gets one in the backward.
+
+    A linear layer with k inputs and n outputs takes 2bkn FLOPs forward, and as many for each of its two gradients:
+
+    >>> flops = count(nn.Linear(3, 5), torch.zeros(2, 3, requires_grad=True))
+    >>> flops.forward, flops.backward
+    (60.0, 120.0)
+    """
+    meter, mode = Meter(), FakeMode()
     with mode, torch.enable_grad():
-        target, inputs = _copy_module(target, mode), tree_map_only(torch.Tensor, fake, inputs)
-        with within:  # from the forward on: its tensors show in which module the backward is
-            with forward:
-                outputs = [out for out in tree_leaves(target(*inputs)) if isinstance(out, torch.Tensor)]
-            outputs = [out for out in outputs if out.requires_grad]
-            ones = [torch.ones_like(out) for out in outputs]
-            wanted = [x for x in tree_leaves(inputs) if _wants_gradient(x)]
-            with backward:
-                if outputs:
-                    ends = [*_leaves_of(outputs), *wanted]
+        if isinstance(target, nn.Module):
+            tensors = [*target.parameters(), *target.buffers()]
+            target = copy.deepcopy(target, {id(each): _fake(each, mode) for each in tensors})
+            for name, module in target.named_modules():
+                meter.watch(name, module)
+        leaves = tree_map_only(Tensor, partial(_fake, mode=mode), inputs)
+        # The counter cannot follow leaves through autograd.grad.
+        given = tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf) if leaf.requires_grad else leaf, leaves)
+        with Attentions(meter), meter:
+            made = tree_leaves(target(*given))
+        outputs = [each for each in made if isinstance(each, Tensor) and each.requires_grad]
+        wanted = [each for each in tree_leaves(leaves) if isinstance(each, Tensor) and each.requires_grad]
+        both, first = Meter(), Meter()
+        for half, ends in ((both, leaves_of(outputs)), (first, wanted)):
+            with half:
+                if ends:
+                    ones = [torch.ones_like(each) for each in outputs]
                     torch.autograd.grad(outputs, ends, ones, retain_graph=True, allow_unused=True)
-        with input_grad:
-            if outputs and wanted:
-                torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-    layers = {
-        name.partition(".")[2]: (forward.flops.get(name, 0.0), backward.flops.get(name, 0.0))
-        for name in {**forward.flops, **backward.flops}
-        if "." in name
-    }
-    return Flops(
-        forward.flops.get("Global", 0.0),
-        backward.flops.get("Global", 0.0),
-        forward.nbytes,
-        backward.nbytes,
-        layers,
-        input_grad=input_grad.flops.get("Global", 0.0),
-        input_grad_bytes=input_grad.nbytes,
-    )
+    return replace(
+        meter.measured(), backward=both.flops, backward_bytes=both.nbytes,
+        input_grad=first.flops, input_grad_bytes=first.nbytes,
+    )  # fmt: skip
 
 
-def _fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+def _fake(tensor: Tensor, mode: FakeMode) -> Tensor:
     """Return a tensor without data; one on the meta device, which has no fused attention, as if on the CPU."""
-    copied: torch.Tensor = mode.from_tensor(tensor.detach())
-    if tensor.is_meta:
-        copied = torch.empty_like(copied, device="cpu")
-    return copied.requires_grad_(tensor.requires_grad)
+    fake: Tensor = mode.from_tensor(tensor.detach())
+    fake = torch.empty_like(fake, device="cpu") if tensor.is_meta else fake
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
-def _copy_module(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:
-    """Copy a module, with parameters and buffers that hold no data; return a function as it is."""
-    if not isinstance(target, nn.Module):
-        return target
-    memo: dict[int, Any] = {}
-    for tensor in (*target.parameters(), *target.buffers()):
-        faked = _fake(tensor, mode)
-        memo[id(tensor)] = (
-            nn.Parameter(faked, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else faked
-        )
-    return copy.deepcopy(target, memo)
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters in the outputs' graph, which is the only way to find those that a function uses."""
+def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves in the outputs' graph, which is the only way to find the parameters that a function uses."""
     seen: set[Any] = set()
-    leaves: list[torch.Tensor] = []
-    todo: list[Any] = [out.grad_fn for out in outputs]
+    leaves: list[Tensor] = []
+    todo: list[Any] = [output.grad_fn for output in outputs]
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
@@ -190,53 +237,3 @@ def _leaves_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
                 leaves.append(node.variable)
             todo += [following for following, _ in node.next_functions]
     return leaves
-
-
-class _Costs(TorchDispatchMode):
-    """A mode that sums the costs of operators without computing them.
-
-    A function may use tensors of its own, with data, which must not be written to.
-
-    Attributes:
-        flops: FLOPs by module, each including those of the modules inside it; "Global": all of them.
-        nbytes: bytes read and written.
-    """
-
-    def __init__(self, mode: Any, within: ModuleTracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops: dict[str, float] = {}
-        self.nbytes = 0
-        self._mode, self._within = mode, within
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # every second call: a query for a fake tensor's device
-            return func(*args, **kwargs)
-        if not all(isinstance(value, FakeTensor) for value in tensors_in((args, kwargs))):
-            args, kwargs = tree_map_only(torch.Tensor, self._without_content, (args, kwargs))
-        out = func(*args, **kwargs)
-        self.nbytes += moved_by(func, args, kwargs, out)
-        flops = flops_of(func, args, kwargs, out)
-        if flops:
-            for name in self._within.parents:
-                self.flops[name] = self.flops.get(name, 0.0) + flops
-        return out
-
-    def _without_content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself, or a fake tensor in place of one that has data."""
-        fake: torch.Tensor = tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
-        return fake
-
-
-@contextmanager
-def _preserve_random_states() -> Iterator[None]:
-    """Restore every random state afterwards."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
