@@ -156,5 +156,5 @@ class ResolvedPlan:
             if name == block:
                 return flops.forward, flops.forward_bytes
             if not name or block.startswith(f"{name}."):
-                return flops.layers.get(block, (0.0, 0))
+                return flops.layers.get(block.removeprefix(f"{name}.") if name else block, (0.0, 0))
         return 0.0, 0

@@ -30,8 +30,7 @@ def describe_run(
     Args:
         model: the whole model.
         batch: the first one.
-        resolved: the plan, resolved for them.
-        sample: what ranks exchange of one sample.
+        resolved: the plan, resolved for them; sample: what ranks exchange of one sample.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
 
     Returns:

@@ -6,7 +6,9 @@ tensors' values cannot run on fake tensors; then one micro-batch is computed for
 
     forward     layer by layer: what each hands on, its FLOPs and bytes, whether it writes into its inputs
     loss        it has to be a scalar that depends on trained parameters
-    backward    of each layer by itself, and of layers that are alike, such as the blocks of a transformer, once
+    backward    of each layer by itself
+
+On fake tensors one of several layers that are alike, such as the blocks of a transformer, is run for all of them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from mpkit.strategies.models.heard_draws import draws_numbers
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import SEEDED
 from mpkit.strategies.partition.value import Boundary, LayerNumbers
+from mpkit.strategies.partition.walk import HOOKS
 from mpkit.strategies.prepare.arguments import CROSS_ENTROPY
 from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.replicas.batchnorm import Alone, over_whole_batch
@@ -77,7 +80,7 @@ def observe(
     runs, backwards = DryRuns(model, dtype, ready), Backwards(halves) if counts else None
 
     def walk(copied: nn.Module, x: Value, y: Value) -> list[LayerNumbers]:
-        return _walk(copied, x, y, loss, attention, Operators(doubts=runs.on_fakes), backwards)
+        return _walk(copied, x, y, loss, attention, Operators(runs.on_fakes), backwards)
 
     # If the model refuses its inputs, it does so again on real tensors, with the error that the user knows.
     what = f"A micro-batch of {type(model).__name__}"
@@ -102,7 +105,7 @@ class Operators(Meter):
     given several dtypes that it may not accept together, it raises, so that the real run decides.
 
     Args:
-        doubts: whether the tensors are fake.
+        on_fakes: whether the tensors are fake.
 
     Attributes:
         seeded: whether numbers were drawn from a seed of the user's.
@@ -111,9 +114,9 @@ class Operators(Meter):
     ALIKE = ("linear", "mm", "addmm", "bmm", "baddbmm", "native_layer_norm", "native_group_norm")
     INDEXED = ("nll_loss_forward", "nll_loss2d_forward")
 
-    def __init__(self, doubts: bool) -> None:
+    def __init__(self, on_fakes: bool) -> None:
         super().__init__()
-        self._doubts, self.seeded = doubts, False
+        self.on_fakes, self.seeded = on_fakes, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,10 +124,10 @@ class Operators(Meter):
         if func.namespace == "prim":  # every second call: a query for a fake tensor's device
             return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if self._doubts and name in self.ALIKE:
+        if self.on_fakes and name in self.ALIKE:
             if len({value.dtype for value in args if isinstance(value, Tensor)}) > 1:
                 raise TypeError(f"{name} of several dtypes")
-        elif self._doubts and name in self.INDEXED and args[1].dtype != torch.int64:
+        elif self.on_fakes and name in self.INDEXED and args[1].dtype != torch.int64:
             raise TypeError(f"{name} of targets {args[1].dtype}")
         self.seeded = self.seeded or (_is_users(torch.initial_seed()) and draws_numbers(func))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -157,15 +160,23 @@ def _walk(
     backwards: Backwards | None,
 ) -> list[LayerNumbers]:  # fmt: skip
     """Run layer after layer and then the loss; then the backwards, of which each begins and ends at its own layer."""
-    layers, effects = layers_of(model), _Effects(model)
+    layers = layers_of(model)
+    kinds, effects = [kind_of_layer(layer) for _, layer in layers], _Effects(model)
     handles = [h for name, block in repeated_blocks(model).items() for h in operators.watch(name, block)]
     numbers: list[LayerNumbers] = []
     calls: list[tuple[Flops, list[Tensor], list[Tensor], Hashable]] = []
+    alike: dict[Hashable, tuple[int, Any]] = {}  # by kind, the first such layer, and what it made
     value: Any = inputs
     with torch.enable_grad(), _own_seed(operators), Attentions(operators), attention(), operators:
         for i, (name, layer) in enumerate(layers):
             given, leaves = cut_off(value)
-            kind = None if i == 0 else (kind_of_layer(layer), Boundary.from_output(given))
+            boundary = Boundary.from_output(given)
+            kind = None if i == 0 or boundary is None else (kinds[i], boundary)
+            if kind in alike:
+                first, value = alike[kind]
+                numbers.append(numbers[first])
+                calls.append(calls[first])
+                continue
             before = _versions(given)
             operators.clear()
             try:
@@ -176,7 +187,9 @@ def _walk(
                     f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
                     f"{_describe(given)} and said: {one_line(error)}"
                 ) from None
-            calls.append((operators.measured(), _tensors(value), leaves, kind))
+            if kind is not None and operators.on_fakes:
+                alike[kind] = i, value
+            calls.append((operators.measured(name), _tensors(value), leaves, kind))
             written = _versions(given) != before
             numbers.append(LayerNumbers(Flops(), Boundary.from_output(value), written, *effects.take()))
         given, leaves = cut_off(value)
@@ -345,6 +358,10 @@ class Backwards:
         )  # fmt: skip
 
 
+OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+
+
 def kind_of_layer(layer: nn.Module) -> Hashable:
     """Return a key that is equal for layers that compute the same, apart from the content of their tensors.
 
@@ -361,17 +378,15 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
         settings = tuple(
             (key, value if _is_plain(value) else id(value))
             for key, value in sorted(vars(module).items())
-            if not key.startswith("_")
+            if key not in OF_MODULES
         )
-        hooks = tuple(
-            id(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        hooks = tuple(id(hook) for hooks in map(vars(module).get, HOOKS) if hooks for hook in hooks.values())
         own = (*module._parameters.items(), *module._buffers.items())
         tensors = tuple(
             (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
             for key, value in own
         )
-        parts.append((name, type(module), settings, hooks, tensors))
+        parts.append((name, type(module), module.training, settings, hooks, tensors))
     return tuple(parts)
 
 

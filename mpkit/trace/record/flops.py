@@ -131,9 +131,12 @@ class Meter(TorchDispatchMode):
         self.flops, self.nbytes = 0.0, 0
         self.within.clear()
 
-    def measured(self) -> Flops:
-        """Return the sums as those of a forward."""
-        inside = {name: cost for name, cost in self.within.items() if name != Attentions.NAME}
+    def measured(self, module: str = "") -> Flops:
+        """Return the sums as those of the forward of a module, in which the names of those inside begin."""
+        start = f"{module}." if module else ""
+        inside = {
+            name.removeprefix(start): cost for name, cost in self.within.items() if name != Attentions.NAME
+        }
         attention = self.within.get(Attentions.NAME, (0.0, 0))
         return Flops(self.flops, forward_bytes=self.nbytes, layers=inside, attention=attention)
 
