@@ -12,7 +12,6 @@ Sizes of groups count absent ranks too, so that a few ranks of many tell them as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,9 +55,14 @@ class InferredStrategy:
 
 
 class Call(NamedTuple):
-    """A communication of a rank's last step: its kind, the size of its group, the axis of that, and its payload.
+    """A communication of a rank's last step.
 
-    `phase` is the kind of action within which it begins; -1: none.
+    Attributes:
+        kind: what it does.
+        size: how many ranks its group has, absent ones too.
+        axis: the mesh axis of the group; "" if unknown.
+        nbytes: its payload.
+        phase: the kind of action within which it begins; -1: none.
     """
 
     kind: Kind
@@ -75,19 +79,28 @@ def said_by(events: Events) -> dict[str, Any]:
     profiled ones; optimizer: its class.
     """
     words = Counter(events.names[number] for number in events["annotation"].name.tolist())
-    gathers = {
-        found[2]: count
-        for word, count in words.items()
-        if (found := PATTERNS["fsdp"].match(word)) and found[1] == "all_gather"
-    }
-    optimizers = [
+    optimizers = (
         word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
-    ]
-    return {
-        "ddp": words["DistributedDataParallel.forward"], "fsdp": gathers,
-        "steps": sum(count for word, count in words.items() if PATTERNS["step"].match(word)),
-        "optimizer": optimizers[0] if optimizers else "",
-    }  # fmt: skip
+    )
+    steps = sum(count for word, count in words.items() if PATTERNS["step"].match(word))
+    return _said(words, words["DistributedDataParallel.forward"], steps, next(optimizers, ""))
+
+
+def _said_by_records(rank: RankTrace) -> dict[str, Any]:
+    """Return the same for the last step of a rank whose program was watched."""
+    actions = rank.ops[rank.ops["depth"] == 0]
+    kinds = Counter((int(row["kind"]), rank.name(int(row["name"]))) for row in actions)
+    words = Counter[str]()
+    for (_, word), count in kinds.items():  # "FSDP::all_gather (blocks.0): float32[4160]"
+        words[word.rpartition(": ")[0]] += count
+    optimizer = next((word for kind, word in kinds if kind == Kind.OPTIMIZER), "")
+    return _said(words, kinds[Kind.FORWARD, "DistributedDataParallel"], 1, optimizer)
+
+
+def _said(words: Counter[str], ddp: int, steps: int, optimizer: str) -> dict[str, Any]:
+    found = ((PATTERNS["fsdp"].match(word), count) for word, count in words.items())
+    gathers = {match[2]: count for match, count in found if match and match[1] == "all_gather"}
+    return {"ddp": ddp, "fsdp": gathers, "steps": steps, "optimizer": optimizer}
 
 
 def infer(trace: Trace) -> InferredStrategy:
@@ -95,18 +108,14 @@ def infer(trace: Trace) -> InferredStrategy:
     imported = trace.meta.get("imported", {})
     ranks = [_last_step(rank) for rank in trace.ranks]
     facts = list(imported.get("said", [])) or [*map(_said_by_records, ranks)]
-    groups = list(imported.get("groups", []))
-    calls = [list(_calls(rank, groups[at] if at < len(groups) else {})) for at, rank in enumerate(ranks)]
+    groups = list(imported.get("groups", [])) or [{} for _ in ranks]
+    calls = [_calls(rank, mine) for rank, mine in zip(ranks, groups, strict=True)]
     everything = [call for mine in calls for call in mine]
     options: dict[str, Any] = {}
     evidence: list[str] = []
-    for found, sentences in (
-        _pipeline(ranks),
-        _meshes(everything),
-        _fsdp(facts, everything),
-        _ddp(facts, everything),
-    ):  # fmt: skip
-        options |= {name: value for name, value in found.items() if name not in options}
+    announced = _pipeline(ranks), _meshes(everything), _fsdp(facts, everything), _ddp(facts, everything)
+    for found, sentences in announced:
+        options = found | options
         evidence += sentences
     fsdp, ddp = (any(each[what] for each in facts) for what in ("fsdp", "ddp"))
     left = [*dict.fromkeys(sentence for mine in calls for sentence in _left(mine, options, fsdp, ddp))]
@@ -116,35 +125,17 @@ def infer(trace: Trace) -> InferredStrategy:
         plan = Plan(**options)
     except ValueError as error:
         return InferredStrategy(None, [*evidence, f"These do not make a plan of mpkit's: {error}"])
-    if left:
-        return InferredStrategy(None, evidence)
-    if plan.ranks > world:
+    if plan.ranks > world and not left:
         degrees = " x ".join(
             f"{axis}={options[axis]}" for axis in ("pp", "dp", "tp", "cp") if axis in options
         )
-        return InferredStrategy(
-            None, [*evidence, f"{degrees} would be {plan.ranks} ranks, and there are {world}."]
-        )
-    if imported.get("world_size") and plan.ranks < world:
+        left = [f"{degrees} would be {plan.ranks} ranks, and there are {world}."]
+        evidence += left
+    if imported.get("world_size") and plan.ranks < world and not left:
         evidence.append(
             f"This explains {plan.ranks} of {world} ranks: what divides the others is not in the files at hand."
         )
-    return InferredStrategy(plan, evidence)
-
-
-def _said_by_records(rank: RankTrace) -> dict[str, Any]:
-    """Return the same as `said_by`, for the last step of a rank whose program was watched."""
-    actions = rank.ops[rank.ops["depth"] == 0]
-    words = Counter((int(row["kind"]), rank.name(int(row["name"]))) for row in actions)
-    gathers: Counter[str] = Counter()
-    for (_, word), count in words.items():  # "FSDP::all_gather (blocks.0): float32[4160]"
-        if (found := PATTERNS["fsdp"].match(word.rpartition(": ")[0])) and found[1] == "all_gather":
-            gathers[found[2]] += count
-    optimizers = [word for kind, word in words if kind == Kind.OPTIMIZER]
-    return {
-        "ddp": words[Kind.FORWARD, "DistributedDataParallel"], "fsdp": dict(gathers), "steps": 1,
-        "optimizer": optimizers[0] if optimizers else "",
-    }  # fmt: skip
+    return InferredStrategy(None if left else plan, evidence)
 
 
 def _last_step(rank: RankTrace) -> RankTrace:
@@ -153,9 +144,9 @@ def _last_step(rank: RankTrace) -> RankTrace:
     return RankTrace(ops, rank.memory[:0], rank.names)
 
 
-def _calls(rank: RankTrace, groups: dict[str, Any]) -> Iterator[Call]:
-    """Yield the communications of a rank."""
-    ops = rank.ops
+def _calls(rank: RankTrace, groups: dict[str, Any]) -> list[Call]:
+    """Return the communications of a rank."""
+    ops, found = rank.ops, []
     actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], ACTIONS)]
     comm = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.BARRIER)]
     at = np.searchsorted(actions["start"], comm["start"], side="right") - 1
@@ -163,8 +154,9 @@ def _calls(rank: RankTrace, groups: dict[str, Any]) -> Iterator[Call]:
         inside = place >= 0 and row["start"] <= actions["end"][place]
         name, kind = rank.name(int(row["group"])), Kind(int(row["kind"]))
         size, axis = groups.get(f"{kind.word} {name}", (len(name.split(",")), ""))
-        size = 2 if kind in MESSAGES else int(size)
-        yield Call(kind, size, str(axis), int(row["bytes"]), int(actions["kind"][place]) if inside else -1)
+        size, phase = 2 if kind in MESSAGES else int(size), int(actions["kind"][place]) if inside else -1
+        found.append(Call(kind, size, str(axis), int(row["bytes"]), phase))
+    return found
 
 
 Found = tuple[dict[str, Any], list[str]]
@@ -198,10 +190,7 @@ def _fsdp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
     gathers = [call for call in calls if call.kind == Kind.ALL_GATHER]
     if not layers or not gathers:
         return {}, []
-    sizes = Counter[int]()
-    for call in gathers:
-        sizes[call.size] += call.nbytes + 1
-    among = sizes.most_common(1)[0][0]
+    among = _most(gathers)
     each = max(layers.values()) / (max(fact["steps"] for fact in facts) or 1)
     zero = 3 if each > 1 else 2
     again = "again in the backward" if zero == 3 else "and keeps them for the backward"
@@ -216,8 +205,16 @@ def _fsdp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
             f"It reduces each shard among {replicas} ranks as well: hybrid shards, {replicas} copies of {shards} "
             f"shards, which is dp_shard={shards}, dp_replicate={replicas}."
         )
-    groups = {"dp_shard": shards, "dp_replicate": replicas} if replicas > 1 else {}
-    return {"dp": shards * replicas, "zero": zero, **groups}, evidence
+        return {"dp": shards * replicas, "zero": zero, "dp_shard": shards, "dp_replicate": replicas}, evidence
+    return {"dp": shards, "zero": zero}, evidence
+
+
+def _most(calls: list[Call]) -> int:
+    """Return the size of the groups in which most bytes are sent."""
+    sizes = Counter[int]()
+    for call in calls:
+        sizes[call.size] += call.nbytes + 1
+    return sizes.most_common(1)[0][0]
 
 
 def _hybrid(calls: list[Call], among: int) -> tuple[int, int]:
@@ -337,8 +334,7 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
     """Return a sentence for each kind of communication within forwards and backwards that nothing announces."""
     known_axes = {name for name, degree in _AXES.items() if degree in options}
     gradients = {id(call) for call in _gradients(calls)}
-    left: Counter[tuple[Kind, int, int]] = Counter()
-    sizes: dict[tuple[Kind, int, int], set[int]] = {}
+    left: dict[tuple[Kind, int, Kind], list[int]] = {}
     for call in calls:
         is_message = call.kind in MESSAGES
         explained = (
@@ -350,36 +346,33 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
             or (is_message and "pp" in options)
         )
         if not explained:
-            phase = Kind.FORWARD if call.phase == Kind.FORWARD or call.kind in MESSAGES else Kind.BACKWARD
-            key = call.kind, call.size, phase
-            left[key] += 1
-            sizes.setdefault(key, set()).add(call.nbytes)
+            phase = Kind.FORWARD if call.phase == Kind.FORWARD or is_message else Kind.BACKWARD
+            left.setdefault((call.kind, call.size, phase), []).append(call.nbytes)
     return [
-        f"{count} {kind.word.replace('_', '-')}s among {size} ranks"
-        + f" within {Kind(phase).word}s" * (kind not in MESSAGES)
-        + f", which no library names: {_possible(kind, size, phase, count, sizes[kind, size, phase])}. "
-        "Name it: mk.open(path, plan=...)."
-        for (kind, size, phase), count in sorted(left.items())
+        f"{len(sizes)} {kind.word.replace('_', '-')}s among {size} ranks"
+        + f" within {phase.word}s" * (kind not in MESSAGES)
+        + f", which no library names: {_possible(kind, size, phase, sizes)}. Name it: mk.open(path, plan=...)."
+        for (kind, size, phase), sizes in sorted(left.items())
     ]
 
 
-def _possible(kind: Kind, size: int, phase: int, count: int, sizes: set[int]) -> str:
-    """Return which plans such communication would fit."""
+def _possible(kind: Kind, size: int, phase: Kind, sizes: list[int]) -> str:
+    """Return which plans such communication of these payloads would fit."""
     layers = f"layers that are divided (tp={size})"
-    if kind == Kind.ALL_TO_ALL:
-        four = f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
-        fits = [f"experts that are divided (ep={size})"] * (count % 2 == 0)
-        fits += [four] * (count % 4 == 0 and len(sizes) == 1)
-    elif kind in MESSAGES:
-        fits = ["stages of a pipeline, or a ring of sequences (cp, cp_method='ring')"]
-    elif kind == Kind.ALL_REDUCE:
-        fits = [layers if phase == Kind.FORWARD else f"replicas (dp={size}), or {layers}"]
-    elif kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-        both = f"layers divided with their sequences (tp={size}, sequence_parallel=True)"
-        fits = [f"sharded parameters (dp={size}, zero=1 to 3), or {both}"]
-    else:
-        fits = []
-    return "it fits " + " or ".join(fits) if fits else "it fits no plan of mpkit's"
+    gathered = (
+        f"sharded parameters (dp={size}, zero=1 to 3)",
+        (f"layers divided with their sequences (tp={size}, sequence_parallel=True)"),
+    )
+    exchanged = [f"experts that are divided (ep={size})"] * (len(sizes) % 2 == 0) + [
+        f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
+    ] * (len(sizes) % 4 == 0 and len({*sizes}) == 1)
+    stages = ["stages of a pipeline", "a ring of sequences (cp, cp_method='ring')"]
+    fits = {
+        Kind.ALL_TO_ALL: exchanged, Kind.SEND: stages, Kind.RECV: stages,
+        Kind.ALL_REDUCE: [layers] if phase == Kind.FORWARD else [f"replicas (dp={size})", layers],
+        Kind.ALL_GATHER: gathered, Kind.REDUCE_SCATTER: gathered,
+    }.get(kind, [])  # fmt: skip
+    return "it fits " + ", or ".join(fits) if fits else "it fits no plan of mpkit's"
 
 
 # ---- whether views may name groups by it ------------------------------------------------------------------------
