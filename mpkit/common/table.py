@@ -10,6 +10,9 @@ __all__ = ["table_html", "table_text"]
 
 Rows = Sequence[Sequence[str]]
 
+LONG = 60
+"""Letters from which on words in a cell wrap."""
+
 
 def table_text(rows: Rows, left: Collection[int] = (0,)) -> list[str]:
     """Return a line per row, its columns aligned.
@@ -40,7 +43,8 @@ def table_html(rows: Rows, left: Collection[int] = (0,), caption: str = "") -> s
 
     def line(tag: str, row: Sequence[str]) -> str:
         cells = (
-            f'<{tag} style="text-align:{"left" if at in left else "right"};white-space:nowrap">{escape(cell)}</{tag}>'
+            f'<{tag} style="text-align:{"left" if at in left else "right"};vertical-align:top;white-space:'
+            f'{"normal;min-width:16em" if at in left and len(cell) > LONG else "nowrap"}">{escape(cell)}</{tag}>'
             for at, cell in enumerate(row)
         )
         return f"<tr>{''.join(cells)}</tr>"

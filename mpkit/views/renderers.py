@@ -21,7 +21,6 @@ RENDERERS = {
     "CriticalPath": {
         "text": "mpkit.views.timeline.critical_path:critical_text",
         "svg": "mpkit.views.timeline.critical_path:critical_svg",
-        "html": "mpkit.views.timeline.critical_path:critical_html",
         "widget": "mpkit.views.timeline.widget:show_path",
     },
     "Diagnosis": {
@@ -44,12 +43,12 @@ RENDERERS = {
         "widget": f"{RESULTS}.comparison:what_if_view",
     },
     "RunList": {
-        "text": f"{RESULTS}.run_list:run_list_text",
-        "widget": f"{RESULTS}.run_list:run_list_view",
+        "text": f"{RESULTS}.tables:run_list_text",
+        "widget": f"{RESULTS}.tables:run_list_view",
     },
     "CommVolume": {
-        "text": f"{RESULTS}.volume:volume_text",
-        "html": f"{RESULTS}.volume:volume_html",
+        "text": f"{RESULTS}.tables:volume_text",
+        "html": f"{RESULTS}.tables:volume_html",
     },
     "TokenRoutes": {
         "text": f"{RESULTS}.routes:routes_text",
@@ -66,7 +65,7 @@ RENDERERS = {
     },
     # ---- charts
     "Chart": {
-        "text": "mpkit.views.chart.text:chart_text",
+        "text": "mpkit.views.chart.chart:chart_text",
         "svg": "mpkit.views.chart.svg:chart_svg",
         "figure": "mpkit.views.chart.figure:chart_figure",
     },
@@ -75,8 +74,8 @@ RENDERERS = {
     "Estimate": {"chart": f"{RESULTS}.steps:estimate_chart"},
     "Advice": {
         "chart": f"{RESULTS}.steps:advice_chart",
-        "table": f"{RESULTS}.advice:advice_table",
-        "parts": f"{RESULTS}.advice:advice_parts",
+        "table": f"{RESULTS}.tables:advice_table",
+        "parts": f"{RESULTS}.tables:advice_parts",
     },
     "MemoryByPlan": {"chart": "mpkit.views.memory.charts:by_plan"},
     "MemoryByStrategy": {"chart": "mpkit.views.memory.charts:by_strategy"},

@@ -11,10 +11,9 @@ import pytest
 import mpkit as mk
 from mpkit.common.display import draw
 from mpkit.trace.metrics import Metrics
-from mpkit.views.chart.chart import COUNT, Axis, Chart, Panel, Series
+from mpkit.views.chart.chart import COUNT, Axis, Chart, Panel, Series, chart_text
 from mpkit.views.chart.figure import chart_figure
 from mpkit.views.chart.svg import chart_svg
-from mpkit.views.chart.text import chart_text
 from mpkit.views.results.losses import losses
 
 STACKED = [Series("a", [1.0, 3.0]), Series("b", [2.0, None]), Series("limit", [2.5, 2.5], "#d55e00", "mark")]

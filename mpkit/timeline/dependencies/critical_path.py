@@ -11,13 +11,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import DrawnResult, data_frame, draw, write_text
+from mpkit.common.display import DrawnResult, data_frame, draw
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.replay.spans import ReplayResult
@@ -233,10 +232,6 @@ class CriticalPath(DrawnResult):
             shown = self.show()._repr_mimebundle_()
             bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
         return bundle | super()._repr_mimebundle_(include, exclude)
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """Return a page with the path over the timeline and its table; write it to `path` as well if given."""
-        return write_text(draw(self, "html"), path)
 
 
 def critical_path(timeline: ReplayResult, step: int) -> CriticalPath:

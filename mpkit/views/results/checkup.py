@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mpkit.common.safe_text import escape, visible
+from mpkit.common.table import table_html
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural
-from mpkit.views.theme import ACCENT, STATUS
 
 if TYPE_CHECKING:
     from mpkit.launch.doctor.report import CheckupReport
@@ -87,20 +87,9 @@ def _words(finding: CheckupFinding) -> Text:
     return text
 
 
-SCROLLS = '<div style="overflow-x:auto">'
-"""Around a table, which is wider than a phone."""
-
-COLOURS = {
-    Level.COSTS: STATUS["bad"], Level.NOTE: ACCENT, Level.FINE: STATUS["good"], Level.UNCHECKED: STATUS["doubt"],
-}  # fmt: skip
-ORDER = (Level.COSTS, Level.NOTE, Level.UNCHECKED, Level.FINE)
-
-
 def report_html(report: CheckupReport) -> str:
     """Return the report as HTML, without scripts."""
-    parts = []
-    if report.composed:
-        parts.append(f"<p><b>Not this machine: {escape(report.composed)}</b></p>")
+    parts = [f"<p><b>Not this machine: {escape(report.composed)}</b></p>"] if report.composed else []
     if report.topic is not None:
         steps = "".join(
             f"<li>{escape(what)}{'' if what.endswith('?') else ':'} <code>{escape(command)}</code></li>"
@@ -109,32 +98,15 @@ def report_html(report: CheckupReport) -> str:
         parts.append(
             f"<p><b>{escape(report.topic.name)}</b><br>{escape(report.topic.means)}</p><ol>{steps}</ol>"
         )
-    rows = "".join(_row(finding) for level in ORDER for finding in report.of(level))
-    head = _head("", "about", "what", "evidence", "costs", "fix")
+    rows = [
+        [f"{mark} {level}", found.subject, found.what, found.evidence, found.costs, found.fix]
+        for level, (mark, _) in MARKS.items()
+        for found in report.of(level)
+    ]
     if rows:
-        parts.append(f"{SCROLLS}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>")
+        parts.append(table_html([["", "about", "what", "evidence", "costs", "fix"], *rows], range(6)))
     if report.variables:
-        body = "".join(
-            f"<tr>{_cell(f'<code>{escape(each.name)}</code>')}{_cell(escape(each.values))}{_cell(escape(each.default))}"
-            f"{_cell(escape(each.meaning))}{_cell(escape(each.when))}</tr>"
-            for each in report.variables
-        )
-        names = _head("variable", "values", "default", "meaning", "when to set it")
-        parts.append(f"{SCROLLS}<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>")
+        heads = ["variable", "values", "default", "meaning", "when to set it"]
+        said = ([each.name, each.values, each.default, each.meaning, each.when] for each in report.variables)
+        parts.append(table_html([heads, *said], range(5)))
     return f"<div>{''.join(parts)}<p><b>{escape(verdict(report))}</b></p></div>"
-
-
-def _row(finding: CheckupFinding) -> str:
-    look = f"color:#fff;background:{COLOURS[finding.level]};border-radius:9px;padding:1px 8px"
-    level = f"<b style='{look}'>{finding.level}</b>"
-    fix = f"<code>{escape(finding.fix)}</code>" if finding.fix else ""
-    words = (finding.subject, finding.what, finding.evidence, finding.costs)
-    return f"<tr>{''.join(map(_cell, (level, *map(escape, words), fix)))}</tr>"
-
-
-def _head(*words: str) -> str:
-    return "".join(f"<th style='text-align:left'>{word}</th>" for word in words)
-
-
-def _cell(html: str) -> str:
-    return f"<td style='text-align:left;vertical-align:top;white-space:normal'>{html}</td>"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical_path import CriticalPath, PathOp
 
 __all__ = [
-    "MOST", "PARTS", "critical_html", "critical_svg", "critical_text", "has_path", "outline_span", "pack_path", "page",
+    "MOST", "PARTS", "critical_svg", "critical_text", "has_path", "outline_span", "pack_path", "page",
     "path_of",
 ]  # fmt: skip
 
@@ -192,19 +192,6 @@ def outline_span(
     scale = plot.span / pic.duration if pic.duration else 0.0
     x = plot.left + (start - pic.origin) * scale
     return [Outline(x, (end - start) * scale, tops[number], HEIGHTS[part], words, dashed)]
-
-
-def critical_html(path: CriticalPath) -> str:
-    """Return a page: the picture, and a table of all operations of the path."""
-    rows = "".join(
-        f"<tr><td>{seconds(op.start)}</td><td>{seconds(op.seconds)}</td><td>{escape(op_words(path, op))}</td></tr>"
-        for op in path.ops
-    )
-    return page(
-        heading(path),
-        f"<p>{escape(heading(path))}</p>{critical_svg(path)}"
-        f"<table><thead><tr><th>start</th><th>takes</th><th>operation</th></tr></thead><tbody>{rows}</tbody></table>",
-    )
 
 
 def page(title: str, body: str) -> str:
