@@ -12,8 +12,7 @@ from mpkit.timeline import metrics
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import Key
-from mpkit.views.timeline.coverage import coverage, strongest
-from mpkit.views.timeline.picture import BOX, picture, subtract_spans
+from mpkit.views.timeline.picture import BOX, coverage, picture, strongest, subtract_spans
 
 
 def test_a_lane_a_gpu_with_the_idle_time_as_boxes() -> None:

@@ -11,7 +11,6 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.chart.svg import chart_svg
-from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.colours import WHITE
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.charts import memory_over_time
@@ -20,16 +19,7 @@ from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES,
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
-__all__ = [
-    "STOP_HINT",
-    "charts",
-    "head",
-    "output",
-    "progress",
-    "starting_html",
-    "static",
-    "trouble",
-]
+__all__ = ["STOP_HINT", "badge", "charts", "head", "output", "progress", "starting_html", "static", "trouble"]
 
 
 LEGIBLE = 8
@@ -155,3 +145,20 @@ def static(
         shown = timeline if step is None else timeline.step(step)
         drawn.append(image(partial(chart_svg, memory_over_time(shown)), "Memory by GPU over time"))
     return "".join([*drawn, output(lines)])
+
+
+_COLOURS = {"equal": STATUS["good"], "not verified": STATUS["doubt"], "not equal": STATUS["bad"]}
+_STYLE = (
+    "border-radius:9px;padding:1px 9px;font-size:12px;font-weight:500;display:inline-block;line-height:1.5"
+)
+
+
+def badge(proof: Proof | None) -> str:
+    """Return the badge; "" without a proof, or while nothing is known.
+
+    >>> "&lt;b&gt;" in badge(Proof(why_not="<b>")), badge(None)
+    (True, '')
+    """
+    if proof is None or not proof.badge:
+        return ""
+    return f'<span style="border:1.5px solid {_COLOURS[proof.status]};{_STYLE}">{escape(proof.badge)}</span>'

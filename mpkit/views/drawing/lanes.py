@@ -1,4 +1,4 @@
-"""The lanes of a picture: what each rank is called, and how ranks are grouped by their places in the mesh.
+"""The lanes of a picture: what each rank and the clock are called, and how ranks are grouped by places in the mesh.
 
 On a mesh with more than one axis, ranks with the same pp and dp form a group: together they hold and train one
 stage of one replica. A group has a thin header; when folded, it shows its first rank's lane for all of them.
@@ -14,7 +14,11 @@ from mpkit.plan.axes import AXES
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.timeline.timeline import Timeline
 
-__all__ = ["FOLDED", "LaneGroup", "groups_of", "groups_trait", "rank_label", "short_label", "widest_label"]
+__all__ = [
+    "CLOCKS", "FOLDED", "LaneGroup", "clock_words", "files_words", "groups_of", "groups_trait", "rank_label",
+    "short_label", "widest_label",
+]  # fmt: skip
+
 
 FOLDED = 16
 """With more ranks than this, groups are folded at first."""
@@ -130,3 +134,36 @@ def widest_label(timelines: Iterable[Timeline]) -> str:
 def short_label(timeline: Timeline, rank: int) -> str:
     """Name a rank without its place."""
     return rank_label(timeline, rank).split("  ")[0]
+
+
+CLOCKS = {
+    "measured": "measured clock: the times of this machine's own clock",
+    "virtual": "virtual clock: every rank replayed on a device of its own",
+    "simulated": "simulated: from the schedule alone, nothing was run",
+}
+"""By `Timeline.clock`, for what mpkit ran itself."""
+
+
+def clock_words(timeline: Timeline) -> str:
+    """Return which clock the times are of; for a trace that other tools recorded also its files and device.
+
+    >>> import mpkit as mk
+    >>> clock_words(mk.simulate(mk.Plan.gpipe(2, 2)))
+    'simulated: from the schedule alone, nothing was run'
+    """
+    words = CLOCKS.get(timeline.clock, timeline.clock)
+    imported = timeline.meta.get("imported")
+    if not imported:
+        return words
+    device = imported.get("gpu") or ("the CPU" if timeline.meta.get("device") == "cpu" else "its device")
+    if timeline.clock == "measured":
+        return f"measured clock: the times of {device} as recorded in {files_words(timeline)}"
+    return f"{words}, with the operations of {files_words(timeline)} ({device})"
+
+
+def files_words(timeline: Timeline) -> str:
+    """Return the files that an imported trace is from, the first by its name; "" for mpkit's own."""
+    files = (timeline.meta.get("imported") or {}).get("files", [])
+    if not files:
+        return ""
+    return f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")

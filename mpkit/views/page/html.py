@@ -28,9 +28,16 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
 from mpkit.views.browser import TRIAL, css, esm
 from mpkit.views.chart.svg import chart_svg
-from mpkit.views.drawing.badge import badge
-from mpkit.views.drawing.clock_words import clock_words, files_words
-from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
+from mpkit.views.dashboard.html import badge
+from mpkit.views.drawing.lanes import (
+    FOLDED,
+    clock_words,
+    files_words,
+    groups_of,
+    groups_trait,
+    rank_label,
+    widest_label,
+)
 from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.series import held_text
 from mpkit.views.page.trial import LINK, trial
@@ -38,7 +45,7 @@ from mpkit.views.theme import THEMES, style_block, substitute_theme
 from mpkit.views.timeline.critical_path import MOST, has_path, path_of
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.svg import svg
-from mpkit.views.timeline.table import rank_table
+from mpkit.views.timeline.text import rank_table
 from mpkit.views.timeline.tracks import pack_tracks
 from mpkit.views.timeline.wire import look, pack_spans
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
-from mpkit.views.drawing.clock_words import clock_words
-from mpkit.views.drawing.lanes import rank_label
+from mpkit.views.drawing.lanes import clock_words, rank_label
 from mpkit.views.memory.series import memory_of
 from mpkit.views.timeline.stages import layer_words, layers_of_span
 from mpkit.views.timeline.tracks import TRACKS, curve

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,24 +29,16 @@ from mpkit.common.units import bytes_text, flops_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
-from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.colours import Key, key_of
-from mpkit.views.drawing.lanes import groups_of, rank_label
+from mpkit.views.drawing.lanes import clock_words, groups_of, rank_label
 from mpkit.views.timeline.stages import layer_words, layers_of_span, stages_of
 from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in_vain
 
 __all__ = [
-    "BOX",
-    "Mark",
-    "Picture",
-    "PictureRow",
-    "describe",
-    "figures",
-    "idle_gaps",
-    "picture",
-    "step_extents",
-    "subtract_spans",
-]
+    "BOX", "Mark", "Picture", "PictureRow", "coverage", "describe", "figures", "idle_gaps", "picture", "runs",
+    "step_extents", "strongest", "subtract_spans",
+]  # fmt: skip
+
 
 INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
@@ -378,3 +371,52 @@ def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
     return [
         Mark(float(spans["start"][spans["step"] == step].min()) - origin, f"step {step}") for step in steps
     ]
+
+
+# ---- many boxes on few pixels -------------------------------------------------------------------------------------
+# A strip of W pixels can show W things. If more boxes fall on it, each pixel shows the work that takes most of it, as
+# strongly as the pixel is busy. The size of a picture is therefore bounded by its pixels, not by its boxes.
+
+
+def coverage(boxes: npt.NDArray[Any], pixels: int, duration: float) -> npt.NDArray[Any]:
+    """Compute the share of each pixel that each key covers, (len(Key), pixels), from an array of `BOX`."""
+    scale = pixels / duration if duration else 0.0
+    start = np.clip(boxes["start"] * scale, 0, pixels)
+    end = np.clip(boxes["end"] * scale, 0, pixels)
+    first = np.minimum(start.astype(np.intp), pixels - 1)
+    last = np.minimum(end.astype(np.intp), pixels - 1)
+    row = boxes["key"].astype(np.intp) * (pixels + 1)
+
+    # Whole pixels by a running sum: +1 where a box's whole pixels begin, -1 where they end ...
+    size = len(Key) * (pixels + 1)
+    steps = np.bincount(row + first, minlength=size) - np.bincount(row + last, minlength=size)
+    whole = np.cumsum(steps.reshape(len(Key), -1).astype(float), axis=1)
+    # ... and the parts of its first and last pixel: the first minus what is before it, the last's own part.
+    part = np.bincount(row + first, first - start, minlength=size)
+    part += np.bincount(row + last, end - last, minlength=size)
+    return np.asarray((whole + part.reshape(len(Key), -1))[:, :pixels])
+
+
+def strongest(cover: npt.NDArray[Any], *, least: float = 0.0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return for each pixel the key of the work that covers most of it, and the share that is busy (0 to 1).
+
+    A pixel that is busy for no more than `least` of its time has key IDLE if it contains idle time, else -1: blank.
+    """
+    work = cover[1:]
+    busy = np.minimum(work.sum(axis=0), 1.0)
+    key = np.where(
+        busy > least + 1e-9, 1 + work.argmax(axis=0), np.where(cover[Key.IDLE] > 1e-9, Key.IDLE, -1)
+    )
+    return key, busy
+
+
+def runs(values: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """Return [first, after) of each run of equal values.
+
+    >>> runs(np.array([7, 7, 1]))
+    [(0, 2), (2, 3)]
+    """
+    if not len(values):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return list(pairwise(edges))

@@ -29,8 +29,7 @@ from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.drawing.sheet import faint_lines, keys, ticks
 from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.theme import FONT, HEADING, MARGIN, TEXT, THEMES, style_block, wrap_words
-from mpkit.views.timeline.coverage import coverage, runs, strongest
-from mpkit.views.timeline.picture import Picture, PictureRow, picture
+from mpkit.views.timeline.picture import Picture, PictureRow, coverage, picture, runs, strongest
 from mpkit.views.timeline.stages import bars, chunk_of
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.waits_in_vain import vain_svg

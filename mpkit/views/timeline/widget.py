@@ -22,13 +22,12 @@ from mpkit.timeline import metrics
 from mpkit.timeline.replay import HELD, SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm
-from mpkit.views.drawing.clock_words import CLOCKS, clock_words
-from mpkit.views.drawing.lanes import LaneGroup, groups_of, groups_trait, rank_label
+from mpkit.views.drawing.lanes import CLOCKS, LaneGroup, clock_words, groups_of, groups_trait, rank_label
 from mpkit.views.drawing.pace import Pace
 from mpkit.views.timeline.critical_path import has_path, pack_path, path_of
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.svg import static_bundle
-from mpkit.views.timeline.table import rank_table
+from mpkit.views.timeline.text import rank_table
 from mpkit.views.timeline.tracks import expected_tracks, pack_tracks
 from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
 from mpkit.views.timeline.wire import look, pack_spans
