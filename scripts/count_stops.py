@@ -122,10 +122,10 @@ def hops_of_launch(cluster: mk.Cluster) -> list[str]:
     asked: list[str] = []
     tell = ForkServerClient.tell
 
-    def note(self: ForkServerClient, **command: Any) -> None:
-        if command["do"] == "launch":
+    def note(self: ForkServerClient, do: str, **command: Any) -> None:
+        if do == "launch":
             asked[:] = functions_on_stack(sys._getframe(1))
-        tell(self, **command)
+        tell(self, do, **command)
 
     ForkServerClient.tell = note  # type: ignore[method-assign]
     try:

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _leave("interrupted; the ranks are gone", 130)
     except BrokenPipeError:  # as in `mpkit diagnose trace | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + 13) from None
 
 
 def _leave(message: str, code: int) -> None:

@@ -150,3 +150,35 @@ def test_no_rank_outlives_the_script(how: signal.Signals, tmp_path: Path) -> Non
         script.wait(EVENT)
     finally:
         script.kill()
+
+
+TALKS = """
+import os, pathlib, mpkit as mk
+def work(ctx):
+    pathlib.Path(f"pid{ctx.rank}").write_text(str(os.getpid()))
+    ctx.comm.barrier()
+    while True:
+        print("y" * 1000)
+mk.Cluster(2, device="cpu").run(work)
+"""
+
+
+def test_a_program_whose_output_nothing_reads_ends_as_others_do(tmp_path: Path) -> None:
+    """As in `python train.py | head -1`: exit code 141, no traceback, and nothing is left behind."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = subprocess.Popen(
+        [sys.executable, "-c", TALKS], cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert script.stdout is not None and script.stderr is not None
+        assert script.stdout.readline().endswith(b"yyy\n")
+        script.stdout.close()
+        assert script.wait(EVENT) == 128 + signal.SIGPIPE
+        assert b"Traceback" not in script.stderr.read()
+        wait_until_gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)])
+        assert not [*temporary.iterdir()]
+    finally:
+        script.kill()
+        script.stderr.close()  # type: ignore[union-attr]

@@ -192,15 +192,19 @@ def _users_patches(modules: Collection[str]) -> Iterator[str]:
     """Yield the names of the user's functions and classes in libraries."""
     layers = (name for name in list(sys.modules) if name.startswith("torch.nn.modules."))
     for name in ("torch.nn", "torch.nn.functional", *layers, *modules):
-        for key, value in list(vars(sys.modules[name]).items()):
+        own = vars(sys.modules[name])
+        for key, value in list(own.items()):
             if isinstance(value, type) and value.__module__ == name:
-                inner = (f"{key}.{each}" for each, held in list(vars(value).items()) if _is_users(held))
+                inner = (f"{key}.{each}" for each, held in list(vars(value).items()) if _is_users(held, own))
                 yield from (f"{name}.{each}" for each in inner)
-            elif _is_users(value):
+            elif _is_users(value, own):
                 yield f"{name}.{key}"
 
 
-def _is_users(value: Any) -> bool:
+def _is_users(value: Any, own: dict[str, Any]) -> bool:
+    """Return whether something in a library's module, whose names are `own`, comes from the user's code."""
+    if isinstance(value, FunctionType) and value.__globals__ is own:  # most are, and each launch asks for all
+        return False
     if not isinstance(value, (FunctionType, type)):
         value = getattr(value, "__func__", None)  # of a class method
         if not isinstance(value, FunctionType):
