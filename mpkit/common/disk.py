@@ -1,4 +1,4 @@
-"""A full disk, reported in one sentence: where there is no space, how much was needed and how much is free."""
+"""Files: none reached through a link, none half written; a full disk is reported in a sentence with what was needed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpkit.common.private import create
+__all__ = ["FULL", "NO_LINK", "check_folder", "create", "full_disk", "name_full_disk", "write_whole"]
 
-__all__ = ["FULL", "check_folder", "full_disk", "name_full_disk", "write_whole"]
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The error numbers of a full device, an exceeded quota, and a limit on the size of files."""
+
+
+def create(path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> int:
+    """Create a file that no other user has a hand in, and return its descriptor.
+
+    Raises:
+        FileExistsError: something has this name already, a link perhaps.
+    """
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | NO_LINK, mode)
 
 
 def check_folder(asked: str, folder: object) -> Path:

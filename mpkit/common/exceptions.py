@@ -14,7 +14,7 @@ from typing import TypeVar
 from mpkit.common.tracebacks import level_of_user
 from mpkit.errors import UnwisePlan
 
-__all__ = ["fakes_or_real", "needs_content", "one_line", "report"]
+__all__ = ["fakes_or_real", "message_of", "needs_content", "one_line", "report"]
 
 Result = TypeVar("Result")
 
@@ -25,12 +25,16 @@ def one_line(error: BaseException) -> str:
     >>> one_line(KeyError("scale")), one_line(ValueError())
     ("KeyError: 'scale'", 'ValueError: no reason given')
     """
-    try:
-        text = str(error)
-    except Exception as worse:  # the class is the user's own
-        text = f"(its __str__ raises {type(worse).__name__})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {(lines[0] if lines else 'no reason given')[:300]}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return an exception's message; what is wrong with it where its class, the user's own, cannot tell."""
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"(its __str__ raises {type(worse).__name__})"
 
 
 def report(message: str) -> None:

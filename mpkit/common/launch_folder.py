@@ -9,7 +9,6 @@ rank3.error      how it failed: JSON
 rank3.note       a line that output.log had no space for
 store            where ranks find each other
 rank3.stack      Python stacks, written on request
-rank3.ask        a pipe for these requests
 rank3.ops ...    its trace: see mpkit.trace
 launched         whether ranks that a launcher started all write here
 difference       what a step has that serial training has not: JSON
@@ -26,8 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.disk import write_whole
-from mpkit.common.private import NO_LINK, create
+from mpkit.common.disk import NO_LINK, create, write_whole
 from mpkit.errors import NotSerial
 
 OUTPUT_LIMIT = 10_000_000

@@ -1,8 +1,7 @@
 """The sampler: what the ranks' GPUs are doing, ten times per second, beside what the ranks record of themselves.
 
-choose    which GPU each rank is on, by UUID, as CUDA_VISIBLE_DEVICES and `devices=` have it
-sample    a thread asks NVML, in the process that watches the run: no rank spends time on it
-write     rank3.gpu in the launch's folder, for every rank on that GPU, on the clock of the ranks' operations
+A thread of the process that watches the run asks NVML, so that no rank spends time on it, and writes rank3.gpu in the
+launch's folder for every rank on that GPU, on the clock of the ranks' operations.
 """
 
 from __future__ import annotations

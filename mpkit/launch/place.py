@@ -8,49 +8,31 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpkit.common.launch_folder import OWN
 
 __all__ = [
-    "LAUNCHERS",
-    "LauncherPlace",
-    "first_host",
-    "is_launched",
-    "place_here",
-    "refuse_second_launcher",
-    "within_cluster",
-]
+    "LAUNCHERS", "LauncherPlace", "first_host", "is_launched", "place_here", "refuse_second_launcher", "within_cluster",
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LauncherVariables:
-    """The variables with which a launcher describes a process.
-
-    Attributes:
-        name: the command.
-        rank, size: the variables of this process's number and of the number of processes.
-        local_rank, local_size: the variables of the same on this node.
-        node: the variable of the node's number; "" if there is none.
-    """
+class LauncherVariables(NamedTuple):
+    """The variables with which a launcher, named by its command, describes a process; "" where there is none."""
 
     name: str
     rank: str
     size: str
     local_rank: str
-    local_size: str
+    local_size: str = ""
     node: str = ""
 
 
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 LAUNCHERS = (
     LauncherVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    LauncherVariables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
-    LauncherVariables(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    LauncherVariables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", node="SLURM_NODEID"),
+    LauncherVariables("mpirun", *OPEN_MPI),
     LauncherVariables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -137,16 +119,10 @@ def place_here(environment: Mapping[str, str] = os.environ) -> LauncherPlace:
     host = socket.gethostname()
     alone = size == _number(environment, launcher.local_size, size if size == 1 else 0)
     return LauncherPlace(
-        launcher.name,
-        rank,
-        size,
-        local_rank,
-        environment.get(launcher.node) or host,
-        host,
-        _address(environment, launcher, alone),
-        _number(environment, "MASTER_PORT", PORT),
+        launcher.name, rank, size, local_rank, environment.get(launcher.node) or host, host,
+        _address(environment, launcher, alone), _number(environment, "MASTER_PORT", PORT),
         _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-    )
+    )  # fmt: skip
 
 
 def first_host(nodes: str) -> str:
@@ -196,16 +172,12 @@ def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
     >>> refuse_second_launcher({"RANK": "0", "WORLD_SIZE": "1"})  # one copy is one program
     >>> refuse_second_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # a batch script, which srun has not copied
 
-    Args:
-        environment: the environment variables.
-
     Raises:
         ValueError: this process is one of several.
     """
     if within_cluster(environment):
         return  # a rank of a Cluster may make a Cluster of its own
-    for known in LAUNCHERS:
-        size, rank, launcher = known.size, known.rank, known.name
+    for launcher, rank, size, *_ in LAUNCHERS:
         count = environment.get(size, "")
         if rank in environment and count.isdecimal() and int(count) > 1:
             script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "train.py"

@@ -81,11 +81,9 @@ class Launcher:
         self.hosts: list[str] = [each["host"] for each in told]
         self.nodes: list[str] = [each["node"] for each in told]
         many = len(set(self.nodes)) > 1
-        self.names = [
-            f"rank {rank} of {self.ranks} on {each['host']}"
-            + (f" (node {each['node']})" if many and each["node"] != each["host"] else "")
-            for rank, each in enumerate(told)
-        ]
+        for rank, (host, node) in enumerate(zip(self.hosts, self.nodes, strict=True)):
+            which = f" (node {node})" if many and node != host else ""
+            self.names[rank] = f"rank {rank} of {self.ranks} on {host}{which}"
         _check_alike(told, self.nodes, self.names)
         self.devices: list[list[str]] = [each["row"] for each in told if each["row"]]
         self.backend = "nccl" if _all_alone(told, self.nodes) else "gloo"
@@ -247,14 +245,12 @@ def _check_alike(told: Sequence[dict[str, Any]], nodes: Sequence[str], names: Se
     Raises:
         ValueError: they differ, or more devices are named than a node has ranks.
     """
+    remedies = {
+        "device": "all ranks compute on the same kind of device: mk.Cluster.from_env(device='cpu') on each",
+        "versions": "Python and torch have to be the same everywhere",
+    }
     for rank, each in enumerate(told):
-        for key, remedy in (
-            (
-                "device",
-                "all ranks compute on the same kind of device: mk.Cluster.from_env(device='cpu') on each",
-            ),
-            ("versions", "Python and torch have to be the same everywhere"),
-        ):
+        for key, remedy in remedies.items():
             if each[key] != told[0][key]:
                 raise ValueError(
                     f"{names[rank]} has {key} {each[key]}, and {names[0]} {told[0][key]}: {remedy}"

@@ -8,8 +8,7 @@ from typing import Any
 
 from mpkit.launch.doctor.doctor import judge
 from mpkit.launch.doctor.probe import Facts
-from mpkit.launch.doctor.report import CheckupReport
-from mpkit.launch.doctor.topics import find_topic
+from mpkit.launch.doctor.report import CheckupReport, find_topic
 
 DATA = Path(__file__).parent / "data"
 CASES = sorted(path.stem for path in DATA.glob("*.json"))

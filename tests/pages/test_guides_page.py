@@ -9,7 +9,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.cli import main
-from mpkit.launch.doctor.topics import TOPICS
+from mpkit.launch.doctor.report import topics
 from tests.pages.test_links import ROOT, prose
 
 PAGE = ROOT / "docs" / "guides.md"
@@ -71,6 +71,6 @@ def test_commands_and_files_are_there(capsys: pytest.CaptureFixture[str]) -> Non
     for words in re.findall(r"`mpkit (\w+)", TEXT):
         assert words in named, words
     for topic in re.findall(r"`mpkit doctor ([a-z0-9 -]+)`", TEXT):
-        assert topic in {*TOPICS, "variables"}, topic
+        assert topic in {*topics(), "variables"}, topic
     for path in re.findall(r"`((?:examples|environment|pyproject)[\w./]*)`", TEXT):
         assert (ROOT / path).exists(), path

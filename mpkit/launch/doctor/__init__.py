@@ -4,6 +4,5 @@ probe        facts of this machine as plain data: what NVML, the system and torc
 measure      short measurements on ranks
 rules        whether something holds, and with which numbers; findings.toml has the words
 variables    those of nccl and its surroundings, explained; variables.csv has them
-topics       the common issues of a guide; topics.toml has them
-report       what `mk.doctor()` returns
+report       what `mk.doctor()` returns; the common issues of a guide, of which topics.toml has the steps
 """

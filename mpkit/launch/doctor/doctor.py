@@ -11,9 +11,8 @@ from mpkit.common.tracebacks import public
 from mpkit.errors import MpkitError
 from mpkit.launch.doctor.measure import RankMeasurements, measure
 from mpkit.launch.doctor.probe import Facts, probe, torch_build
-from mpkit.launch.doctor.report import CheckupReport
+from mpkit.launch.doctor.report import CheckupReport, Topic, find_topic
 from mpkit.launch.doctor.rules import findings
-from mpkit.launch.doctor.topics import Topic, find_topic
 from mpkit.launch.doctor.variables import table
 
 if TYPE_CHECKING:

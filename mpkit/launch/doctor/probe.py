@@ -118,11 +118,10 @@ def _memory() -> list[int] | None:
     rows = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     if "MemTotal" not in rows:
         return None
-    total, free = (
-        int(rows.get(name, rows["MemTotal"]).split()[0]) << 10 for name in ("MemTotal", "MemAvailable")
-    )
+    known = [rows["MemTotal"], rows.get("MemAvailable", rows["MemTotal"])]
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return [min(each, int(limit)) if limit.isdecimal() else each for each in (total, free)]
+    nbytes = [int(each.split()[0]) << 10 for each in known]
+    return [min(each, int(limit)) if limit.isdecimal() else each for each in nbytes]
 
 
 def _cpu_share() -> float | None:
@@ -206,11 +205,8 @@ def facts_by_nvml() -> Facts:
 
 def _gpu(nvml: Any, ask: Callable[..., Any], handle: Any) -> Facts:
     memory, busy = ask(nvml.nvmlDeviceGetMemoryInfo, handle), ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-    pci, compute = (
-        ask(nvml.nvmlDeviceGetPciInfo, handle),
-        ask(nvml.nvmlDeviceGetCudaComputeCapability, handle),
-    )
-    bus = getattr(pci, "busId", b"")
+    compute = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    bus = getattr(ask(nvml.nvmlDeviceGetPciInfo, handle), "busId", b"")
     rates, down = [], []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = ask(nvml.nvmlDeviceGetNvLinkState, handle, link)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from enum import StrEnum
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import data_frame, draw
-from mpkit.launch.doctor.topics import Topic
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from mpkit.launch.doctor.variables import Variable
 
-__all__ = ["CheckupFinding", "CheckupReport", "Level", "plural"]
+__all__ = ["CheckupFinding", "CheckupReport", "Level", "Topic", "find_topic", "plural", "topics"]
 
 
 class Level(StrEnum):
@@ -38,7 +42,7 @@ class CheckupFinding:
         evidence: where it was seen: who was asked, and what the answer was.
         costs: what it costs; "" where nothing.
         fix: the command that fixes it, or what else would; "" where there is nothing to fix.
-        topics: the guide's common issues that it belongs to, by their names in `topics`.
+        topics: the guide's common issues that it belongs to, by name.
     """
 
     subject: str
@@ -57,6 +61,53 @@ def plural(number: int, word: str) -> str:
     ('1 GPU', '2 GPUs')
     """
     return f"{number} {word}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A common issue.
+
+    Attributes:
+        name: what users say.
+        words: other words for it.
+        means: what it means, and what would be good.
+        steps: what to look at, in order: (what, the command).
+    """
+
+    name: str
+    words: tuple[str, ...]
+    means: str
+    steps: tuple[tuple[str, str], ...]
+
+
+@cache
+def topics() -> Mapping[str, Topic]:
+    """Return the topics by name, which are in topics.toml."""
+    rows = tomllib.loads((files(__package__) / "topics.toml").read_text(encoding="utf-8"))
+    return {
+        name: Topic(name, tuple(row["words"]), row["means"], tuple(map(tuple, row["steps"])))
+        for name, row in rows.items()
+    }
+
+
+def find_topic(name: object) -> Topic:
+    """Return the topic that a user means.
+
+    >>> find_topic("OOM").name, find_topic("slow scalling").name
+    ('out of memory', 'slow scaling')
+
+    Raises:
+        ValueError: there is none.
+    """
+    there = ", ".join(map(repr, topics()))
+    if not isinstance(name, str):
+        raise ValueError(f"doctor({name!r}): a topic is one of {there}, or leave it out for the whole report")
+    wanted = name.lower().strip().replace("_", " ")
+    by_word = {word: topic for topic in topics().values() for word in (topic.name, *topic.words)}
+    near = wanted if wanted in by_word else next(iter(get_close_matches(wanted, by_word, 1, 0.75)), None)
+    if near is None:
+        raise ValueError(f"doctor({name!r}): there is no such topic; there are {there}")
+    return by_word[near]
 
 
 @dataclass(frozen=True)
@@ -111,11 +162,8 @@ class CheckupReport:
         """Return the report as JSON: {"ok", "findings": [...]}, and of a topic "topic" and "steps"."""
         held: dict[str, Any] = {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
         if self.topic is not None:
-            held |= {
-                "topic": self.topic.name,
-                "means": self.topic.means,
-                "steps": [list(s) for s in self.topic.steps],
-            }
+            steps = [list(step) for step in self.topic.steps]
+            held |= {"topic": self.topic.name, "means": self.topic.means, "steps": steps}
         if self.variables:
             held["variables"] = [asdict(variable) for variable in self.variables]
         if self.composed:

@@ -100,20 +100,15 @@ def gpus(facts: Facts) -> Found:
     nvml, torch = facts["nvml"], facts["torch"]
     if "why" in nvml:
         if nvml["failed"]:
-            failures = {
-                "No devices were found": "driver-finds-none",
-                "did not answer": "driver-hangs",
-                "": "no-driver",
-            }
-            yield next(name for said, name in failures.items() if said in nvml["why"]), nvml
+            known = {"No devices were found": "driver-finds-none", "did not answer": "driver-hangs"}
+            yield next((name for said, name in known.items() if said in nvml["why"]), "no-driver"), nvml
         elif torch["gpus"]:
             yield "gpus-unknown", {"gpus": plural(torch["gpus"], "GPU"), "why": nvml["why"]}
         else:
             yield "no-gpu", nvml
         return
-    listed = ", ".join(
-        f"{count} x {name}" for name, count in Counter(gpu["name"] for gpu in nvml["gpus"]).items()
-    )
+    counted = Counter(gpu["name"] for gpu in nvml["gpus"])
+    listed = ", ".join(f"{count} x {name}" for name, count in counted.items())
     seen = visible(_as_gpus(nvml["gpus"]), facts["environment"])
     values = {"listed": listed, "gpus": plural(len(nvml["gpus"]), "GPU"), "decided_by": seen.decided_by}
     if torch["gpus"] < len(seen.gpus):
@@ -167,10 +162,8 @@ def _alike(facts: Facts) -> Found:
         [(most, _)] = Counter(gpu.name for gpu in seen).most_common(1)
         each = "; ".join(f"GPU {gpu.index}: {gpu.name}, {memory_text(gpu.memory)}" for gpu in answer)
         alike = [place for place, gpu in enumerate(seen) if gpu.name == most]
-        yield (
-            "gpus-unlike",
-            {"names": ", ".join(names), "each": each, "lost": memory_text(lost), "alike": alike},
-        )
+        values = {"names": ", ".join(names), "each": each, "lost": memory_text(lost), "alike": alike}
+        yield "gpus-unlike", values
         if "CUDA_DEVICE_ORDER" not in facts["environment"]:
             yield "gpus-order", {}
     elif len(answer) > 1:
@@ -292,10 +285,8 @@ def software(facts: Facts) -> Found:
     if newest is None or wanted is None:
         yield "cuda-unknown", values
     else:
-        yield (
-            ("driver-old" if newest[0] < wanted[0] else "driver-minor" if newest < wanted else "driver"),
-            values,
-        )
+        old = "driver-old" if newest[0] < wanted[0] else "driver-minor"
+        yield old if newest < wanted else "driver", values
     if torch["cuda"] and not torch["nccl"]:
         yield "no-nccl", {}
 
@@ -323,16 +314,15 @@ def memory(facts: Facts) -> Found:
 
 def cpus(facts: Facts) -> Found:
     """Yield CPUs per GPU, what a container allows, and whether others use them."""
-    count, can = (
-        len(_listed(facts)) or facts["torch"]["gpus"],
-        min(facts["cpus"], facts["share"] or facts["cpus"]),
-    )
-    seen = f"{facts['cpus']} CPUs for this process"
-    seen += f", of whose time it may use {can:g}" if can < facts["cpus"] else ""
-    yield (
-        "cpus-few" if count and can < 2 * count else "cpus",
-        {"can": can, "seen": seen, "gpus": plural(count, "GPU")},
-    )
+    count = len(_listed(facts)) or facts["torch"]["gpus"]
+    can = min(facts["cpus"], facts["share"] or facts["cpus"])
+    less = f", of whose time it may use {can:g}" if can < facts["cpus"] else ""
+    values = {
+        "can": can,
+        "seen": f"{facts['cpus']} CPUs for this process{less}",
+        "gpus": plural(count, "GPU"),
+    }
+    yield "cpus-few" if count and can < 2 * count else "cpus", values
     if _is_busy(facts):
         yield "cpus-busy", facts
     threads = facts["environment"].get("OMP_NUM_THREADS", "")

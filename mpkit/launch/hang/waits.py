@@ -24,16 +24,8 @@ from mpkit.trace import HEADER, OP, Kind, RankTrace, Trace
 from mpkit.trace.mismatch import IssuedCall, find_issued, fits, why_not
 
 __all__ = [
-    "FINISHED",
-    "RankWatch",
-    "Sight",
-    "first_mismatch",
-    "members",
-    "missing_ranks",
-    "never",
-    "unanswered_calls",
-    "waited_for",
-]
+    "FINISHED", "RankWatch", "Sight", "first_mismatch", "missing_ranks", "never", "unanswered_calls", "waited_for",
+]  # fmt: skip
 
 FINISHED = 1
 """The state of a rank that has finished."""

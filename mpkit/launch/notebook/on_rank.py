@@ -18,7 +18,6 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +27,8 @@ from typing import Any
 from mpkit.common.disk import write_whole
 from mpkit.common.exceptions import one_line, report
 from mpkit.common.launch_folder import part
-from mpkit.common.tracebacks import fold_chain
 from mpkit.launch.process.output import LabelledLines, end_lines
-from mpkit.launch.process.rank import own_process
+from mpkit.launch.process.rank import describe, own_process
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.rank_context import Context
@@ -188,7 +186,7 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
     except KeyboardInterrupt:
         return Reply("interrupted")
     except BaseException as error:  # SystemExit too, which would end the session
-        return Reply("error", error=_describe_value(error))
+        return Reply("error", error=describe(error))
 
 
 def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:
@@ -218,14 +216,3 @@ def _show_value(value: Any) -> dict[str, str]:
         if isinstance(rich, str):
             shown[kind] = rich
     return shown
-
-
-def _describe_value(error: BaseException) -> dict[str, str]:
-    try:
-        message = str(error)
-    except Exception as worse:  # the class is the user's own
-        message = f"(its __str__ raises {type(worse).__name__})"
-    whole = "".join(traceback.format_exception(error))
-    fold_chain(error)
-    folded = "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": message, "traceback": whole, "folded": folded}

@@ -301,9 +301,8 @@ def failure(answers: Mapping[int, Reply], world_size: int, note: str = "") -> Ce
     parts = []
     for text, ranks in by_error.items():
         error = failed[ranks[0]].error
-        parts.append(
-            f"{spelt(ranks)} of {world_size}: {error['type']}: {error['message']}\n\n{text.rstrip()}"
-        )
+        said = f"{error['type']}: {error['message']}"
+        parts.append(f"{spelt(ranks)} of {world_size}: {said}\n\n{text.rstrip()}")
     if note:
         parts.append(note)
     first = min(failed)

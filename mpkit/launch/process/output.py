@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.disk import FULL, full_disk
+from mpkit.common.disk import FULL, NO_LINK, full_disk
 from mpkit.common.launch_folder import OUTPUT_LIMIT, part, read_note, write_note
-from mpkit.common.private import NO_LINK
 from mpkit.common.safe_text import visible
 
 __all__ = ["LabelledLines", "OutputReader", "end_lines", "labelled_output"]

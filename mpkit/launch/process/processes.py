@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mpkit.common.disk import create
 from mpkit.common.launch_folder import part
-from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_stack
 
 __all__ = [

@@ -30,10 +30,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpkit.common.disk import write_whole
-from mpkit.common.exceptions import one_line
+from mpkit.common.disk import create, write_whole
+from mpkit.common.exceptions import message_of, one_line
 from mpkit.common.launch_folder import UNREPORTED, Settings, part, write_error
-from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_chain
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.group import as_torchrun, join, sign_objects, store_of
@@ -49,7 +48,7 @@ from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["device_of", "main", "own_process", "report", "work"]
+__all__ = ["describe", "device_of", "main", "own_process", "report", "work"]
 
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
@@ -236,24 +235,15 @@ def _status(error: BaseException) -> int:
 
 def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:
     """Write what the parent needs to report the failure and where it happened."""
-    now = time.monotonic_ns()
-    try:
-        message = str(error)
-    except Exception as worse:  # its own __str__ fails
-        message = f"(its __str__ raises {type(worse).__name__})"
-    details: dict[str, Any] = {
+    now, message = time.monotonic_ns(), message_of(error)
+    details = describe(error) | {
         "time": now,
-        "type": type(error).__name__,
-        "message": message,
-        "traceback": "".join(traceback.format_exception(type(error), error, _own_frames(error))),
         # A peer's death closes connections: such an error is usually an effect, seldom the cause.
         "secondary": isinstance(error, dist.DistError)
         or "Connection closed by peer" in message
         or "Connection reset by peer" in message,
         "other": error.other if isinstance(error, CommMismatch) else None,
     }
-    fold_chain(error)
-    details["folded"] = "".join(traceback.format_exception(error))
     if recorder is not None:
         current = recorder.current
         details |= {"step": current.step, "stage": current.stage, "microbatch": current.microbatch}
@@ -266,6 +256,14 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
     write_error(folder, rank, details)
     if recorder is not None:
         recorder.close("failed")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return an exception's type, message and traceback; and the traceback "folded", without frames of libraries."""
+    whole = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+    fold_chain(error)
+    folded = "".join(traceback.format_exception(error))
+    return {"type": type(error).__name__, "message": message_of(error), "traceback": whole, "folded": folded}
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:

@@ -19,9 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.disk import name_full_disk
+from mpkit.common.disk import NO_LINK, create, name_full_disk
 from mpkit.common.launch_folder import RESERVED, Settings, reserve
-from mpkit.common.private import NO_LINK, create
 
 __all__ = ["empty_folder", "hold", "keep", "new_folder", "remove_unheld"]
 

@@ -12,17 +12,7 @@ from mpkit.devices.local.gpus import KINDS
 from mpkit.errors import ArgumentError
 from mpkit.plan.kinds import real, whole
 
-__all__ = [
-    "EXAMPLE",
-    "MEANT",
-    "MOST_RANKS",
-    "check_function",
-    "check_ranks",
-    "check_timeout",
-    "choose_device",
-    "place_ranks",
-]
-
+__all__ = ["EXAMPLE", "MEANT", "MOST_RANKS", "check_function", "check_ranks", "check_timeout", "place_ranks"]
 
 MOST_RANKS = 256
 """The most processes per machine; a larger number is taken for a typing error."""

@@ -1,8 +1,8 @@
 """What a Cluster has others do ahead: its helper process, and a thread that imports what the first training needs.
 
 Preparing a training runs the model on fake tensors, for which torch imports its compiler (torch._dynamo) and sympy:
-about a second in a fresh process, which `import torch` spares those who do not need it. A Cluster begins with this in a
-thread when it is made, as its fork server begins to import torch, and `train` waits for the rest.
+about a second in a fresh process, which `import torch` spares those who do not need it. The thread begins with this
+when a Cluster is made, as its fork server begins to import torch, and `train` waits for the rest.
 """
 
 from __future__ import annotations

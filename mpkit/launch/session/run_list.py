@@ -107,13 +107,11 @@ class RunList(Sequence[KeptRun]):
             each.name for each in fields(Plan)
             if len({repr(getattr(row.plan, each.name)) for row in self._rows}) > 1
         ]  # fmt: skip
-        return data_frame(
-            [
-                [getattr(row, name) for name in names] + [getattr(row.plan, name) for name in differ]
-                for row in self._rows
-            ],
-            [*names, *differ],
-        )
+        rows = [
+            [getattr(row, name) for name in names] + [getattr(row.plan, name) for name in differ]
+            for row in self._rows
+        ]
+        return data_frame(rows, [*names, *differ])
 
     def __str__(self) -> str:
         return str(draw(self, "text"))
@@ -149,20 +147,13 @@ def _row_of(
     steps = timeline.steps if timeline is not None else []
     each = [timeline.step(step) for step in steps[1:] or steps] if timeline is not None else []
     typical = sorted(each, key=lambda step: step.step_time)[len(each) // 2] if each else None
-    return KeptRun(
-        number=number,
-        plan=plan,
-        status=status,
-        steps=len(losses),
-        step_time=typical.step_time if typical is not None else None,
-        bubble=typical.bubble if typical is not None else None,
-        memory=max((held["total"] for held in timeline.peak_memory_of_run), default=0)
-        if timeline is not None
-        else 0,
-        loss=losses[-1] if losses else None,
-        timeline=typical,
-        name=name,
+    memory = (
+        max((held["total"] for held in timeline.peak_memory_of_run), default=0) if timeline is not None else 0
     )
+    return KeptRun(
+        number, plan, status, len(losses), typical.step_time if typical is not None else None,
+        typical.bubble if typical is not None else None, memory, losses[-1] if losses else None, typical, name,
+    )  # fmt: skip
 
 
 @public
@@ -209,9 +200,6 @@ def runs(folder: str | Path | None = None) -> RunList:
             continue
         done = int(trace.meta.get("first_step", 0)) + len(trace.losses) >= int(trace.meta.get("steps", 0))
         timeline = trace.timeline() if trace.losses else None
-        rows.append(
-            _row_of(
-                len(rows) + 1, plan, "finished" if done else "unfinished", trace.losses, timeline, file.stem
-            )
-        )
+        status = "finished" if done else "unfinished"
+        rows.append(_row_of(len(rows) + 1, plan, status, trace.losses, timeline, file.stem))
     return RunList(rows)

@@ -11,6 +11,7 @@ when a backward comes without a forward. Compiled modules are recorded as a whol
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -195,7 +196,7 @@ def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[st
 def unwrap_module(root: nn.Module) -> nn.Module | None:
     """Return the program's own module inside DDP, FSDP and the like; None if it is compiled."""
     while True:
-        if "torch._dynamo" in _loaded_modules():
+        if "torch._dynamo" in sys.modules:
             from mpkit.common.torch_private import OptimizedModule
 
             if isinstance(root, OptimizedModule):
@@ -207,12 +208,6 @@ def unwrap_module(root: nn.Module) -> nn.Module | None:
                 break
         else:
             return root
-
-
-def _loaded_modules() -> Any:
-    import sys
-
-    return sys.modules
 
 
 def _down_to(module: nn.Module, depth: int, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ import mmap
 import os
 from pathlib import Path
 
-from mpkit.common.private import NO_LINK
+from mpkit.common.disk import NO_LINK
 from mpkit.trace.record.files import claim
 
 __all__ = ["CallTable", "Log", "SharedWords"]

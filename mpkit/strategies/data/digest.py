@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.common.disk import FULL, full_disk
-from mpkit.common.private import create
+from mpkit.common.disk import FULL, create, full_disk
 from mpkit.strategies.data.microbatch import Value, leaves
 
 __all__ = ["SampleLog", "data_digest", "read_taken", "sample_digests"]

@@ -19,8 +19,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from mpkit.common.disk import name_full_disk
-from mpkit.common.private import create
+from mpkit.common.disk import create, name_full_disk
 from mpkit.trace import HEADER, MAGIC
 
 __all__ = ["NameFile", "RecordFile", "claim", "warn_of_end"]
