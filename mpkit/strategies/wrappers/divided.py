@@ -23,8 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mpkit.common.torch_private import DisableTorchFunctionSubclass
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.prepare.optimizer import ELEMENTWISE
+from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 
-__all__ = ["GradientPart", "clip", "mark_divided", "mark_part"]
+__all__ = ["DividedModule", "GradientPart", "mark_divided", "mark_part"]
 
 SUMS = {
     "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean", "nanmean",
@@ -125,40 +126,39 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-@torch.no_grad()
-def clip(
-    mine: Sequence[Tensor],
-    everywhere: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-    comm: Communicator,
-    device: torch.device,
-) -> Tensor:
-    """Scale gradients down to a norm, as torch.nn.utils.clip_grad_norm_ does, and return the norm before.
+class DividedModule(ModuleWrapper):
+    """A module of which other ranks hold the rest: norms of gradients are over all of them."""
 
-    Args:
-        mine: gradients that this rank alone holds.
-        everywhere: gradients that each rank holds alike.
-        max_norm: the largest norm.
-        norm_type: p of the p-norm; inf for the largest element.
-        comm: the ranks that hold the others.
-        device: where the norm is computed.
-    """
-    p = float(norm_type)
+    _comm: Communicator  # the ranks that hold the others
 
-    def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-        parts = [gradient.as_subclass(Tensor).abs().double() for gradient in gradients if gradient.numel()]
-        each = [torch.linalg.vector_norm(part, p).to(device) for part in parts]
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([zero, *each]), p)
-        return norm.view(1)
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients that this rank alone holds, and those that each rank holds alike."""
+        raise NotImplementedError
 
-    here, alike = norm_of(mine), norm_of(everywhere)
-    if p == inf:
-        norm = torch.maximum(comm.all_reduce(here, op="max"), alike)
-    else:
-        norm = (comm.all_reduce(here**p) + alike**p) ** (1.0 / p)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)[0]  # of no dimension, as a gradient may be
-    for gradient in (*mine, *everywhere):
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return norm[0].to(torch.float32)
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down to a norm over all ranks, and return the norm before; every rank calls it.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: p of the p-norm; inf for the largest element.
+        """
+        p, device, (mine, alike) = float(norm_type), self._comm.wire.device, self._gradients()
+
+        def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+            parts = [
+                gradient.as_subclass(Tensor).abs().double() for gradient in gradients if gradient.numel()
+            ]
+            each = [torch.linalg.vector_norm(part, p).to(device) for part in parts]
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            norm: Tensor = torch.linalg.vector_norm(torch.stack([zero, *each]), p)
+            return norm.view(1)
+
+        if p == inf:
+            norm = torch.maximum(self._comm.all_reduce(norm_of(mine), op="max"), norm_of(alike))
+        else:
+            norm = (self._comm.all_reduce(norm_of(mine) ** p) + norm_of(alike) ** p) ** (1.0 / p)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)[0]  # of no dimension, as a gradient may be
+        for gradient in (*mine, *alike):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        return norm[0].to(torch.float32)

@@ -40,10 +40,9 @@ from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.train import place_stages, watch_stages
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
-from mpkit.strategies.wrappers.divided import clip, mark_divided, mark_part
+from mpkit.strategies.wrappers.divided import DividedModule, mark_divided, mark_part
 from mpkit.strategies.wrappers.wrapper import (
     HeldParameters,
-    ModuleWrapper,
     begin_proof,
     check_module,
     ranks_for,
@@ -131,7 +130,7 @@ def _check(module: Any, loss: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-class PipelineParallel(ModuleWrapper):
+class PipelineParallel(DividedModule):
     """A module whose stages are on different ranks; made by `mk.pipeline`.
 
     Args:
@@ -257,15 +256,8 @@ class PipelineParallel(ModuleWrapper):
             "does forward, loss and backward. To evaluate, load model.state_dict() into the module on one rank."
         )
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients down to a norm over all stages, and return the norm before; every rank calls it.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: p of the p-norm; inf for the largest element.
-        """
-        mine = [piece.held.grad for piece in self._sync.pieces if piece.held.grad is not None]
-        return clip(mine, [], max_norm, norm_type, self._comm, self._device)
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [piece.held.grad for piece in self._sync.pieces if piece.held.grad is not None], []
 
     def _send_tied(self) -> None:
         """Send tied weights to the stages with copies, where an optimizer may have changed them."""

@@ -29,11 +29,10 @@ from mpkit.strategies.tensor import by_hand
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
 from mpkit.strategies.tensor.shards import shards_of
-from mpkit.strategies.wrappers.divided import clip, mark_divided
+from mpkit.strategies.wrappers.divided import DividedModule, mark_divided
 from mpkit.strategies.wrappers.wrapper import (
     Group,
     HeldParameters,
-    ModuleWrapper,
     begin_proof,
     check_module,
     ranks_for,
@@ -47,7 +46,7 @@ __all__ = ["TensorParallel", "tensor_parallel"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class TensorParallel(ModuleWrapper):
+class TensorParallel(DividedModule):
     """A module of which each rank holds a part of each layer; made by `mk.tensor_parallel`.
 
     Args:
@@ -65,7 +64,7 @@ class TensorParallel(ModuleWrapper):
         proof: LoopProof | None,
     ) -> None:
         super().__init__(module)
-        self._shards, self.comm, self._proof = shards, comm, proof
+        self._shards, self._comm, self._proof = shards, comm, proof
         if proof is not None:
             proof.attach(
                 module, HeldTensors(dict(module.named_parameters()), self.held_elements(), proof.ranks)
@@ -83,24 +82,16 @@ class TensorParallel(ModuleWrapper):
 
     def held_elements(self) -> dict[str, Elements]:
         """Return where the elements that this rank updates lie in the module's parameters, by name."""
-        mine = self._shards[self.comm.index]
+        mine = self._shards[self._comm.index]
         return {
-            name: Elements(self.comm.rank, name, 0, mine.get(name))
+            name: Elements(self._comm.rank, name, 0, mine.get(name))
             for name, _ in self.module.named_parameters()
         }
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: p of the p-norm; inf for the largest element.
-        """
-        named = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
-        mine = [gradient for name, gradient in named if name in self._shards[0]]
-        alike = [gradient for name, gradient in named if name not in self._shards[0]]
-        device = next(self.module.parameters()).device
-        return clip(mine, alike, max_norm, norm_type, self.comm, device)
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        named = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        mine = [gradient for name, gradient in named.items() if name in self._shards[0]]
+        return mine, [gradient for name, gradient in named.items() if name not in self._shards[0]]
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """Return the whole module's state on every rank; every rank calls it. Divided tensors are copies."""
@@ -116,7 +107,7 @@ class TensorParallel(ModuleWrapper):
         sizes = [torch.Size(shard.shape).numel() for shard in shards]
         padded = local.new_zeros(max(sizes))
         padded[: local.numel()] = local.reshape(-1)
-        parts = self.comm.all_gather(padded).chunk(self.comm.size)
+        parts = self._comm.all_gather(padded).chunk(self._comm.size)
         return put_together(
             shards,
             [part[:size].view(shard.shape) for part, size, shard in zip(parts, sizes, shards, strict=True)],
@@ -131,7 +122,7 @@ class TensorParallel(ModuleWrapper):
             ValueError: `assign` is set.
             RuntimeError: names or shapes do not fit, as for any module.
         """
-        mine = self._shards[self.comm.index]
+        mine = self._shards[self._comm.index]
         fits = {n for n, s in mine.items() if n in state_dict and tuple(state_dict[n].shape) == s.whole}
         local = {n: mine[n].take(value) if n in fits else value for n, value in state_dict.items()}
         return super().load_state_dict(local, strict, assign)
