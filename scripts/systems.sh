@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs into .venv, once, what `python -m tests.systems` needs besides what the set-up holds: DeepSpeed and TensorFlow, which
+# Installs into .venv, once, what tests/systems needs besides what the set-up holds: DeepSpeed and TensorFlow, which
 # it watches, and torchtitan and Megatron-LM's core, which check the configurations that `plan.to` writes. A student
 # needs none, and together they take 1.6 GB.
 set -eu

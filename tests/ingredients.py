@@ -15,51 +15,20 @@ from torch import Tensor, nn
 
 import mpkit as mk
 
-__all__ = ["DATA", "HOOKS", "LAYERS", "LOSSES", "OPTIMIZERS", "ORDINARY", "PLANS", "WIDTH"]
-
 WIDTH, CLASSES, BATCH = 6, 5, 8
 
 # ---- layers: between two linear layers of WIDTH -------------------------------------------------------------------
 
 
-class BatchMean(nn.Module):
-    """Looks at the whole batch."""
+class Fn(nn.Module):
+    """A layer that is one function, of its input and of whether it trains."""
+
+    def __init__(self, function: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Subtract the batch's mean."""
-        return x - 0.3 * x.mean(0, keepdim=True)
-
-
-class BatchMeanInTraining(nn.Module):
-    """Looks at the whole batch, in train mode only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Divide by the batch's standard deviation while training."""
-        return x / (1 + x.std()) if self.training else x
-
-
-class Flip(nn.Module):
-    """Mixes samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add each sample's mirror image in the batch."""
-        return x + 0.5 * x.flip(0)
-
-
-class ByLength(nn.Module):
-    """Knows how many samples there are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale by the number of samples."""
-        return x * (len(x) / 4)
-
-
-class Attention(nn.Module):
-    """A softmax over samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend to all samples of the batch."""
-        return torch.softmax(x @ x.T, dim=1) @ x
+        return self.function(x, self.training)
 
 
 class Residual(nn.Module):
@@ -70,7 +39,6 @@ class Residual(nn.Module):
         self.up, self.norm, self.down = nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add to the input."""
         return x + self.down(torch.relu(self.norm(self.up(x))))
 
 
@@ -78,7 +46,6 @@ class Doubling(nn.Sequential):
     """A Sequential with a call of its own."""
 
     def __call__(self, x: Tensor) -> Any:
-        """Double what the layers give."""
         return 2 * super().__call__(x)
 
 
@@ -86,7 +53,6 @@ class Backwards(nn.Sequential):
     """A Sequential whose forward is its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call the layers from last to first."""
         for layer in reversed(self):
             x = layer(x)
         return x
@@ -100,7 +66,6 @@ class Frozen(nn.Module):
         self.shift = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shift."""
         return x + self.shift
 
 
@@ -112,23 +77,13 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale."""
         return x * self.scale
-
-
-class Spectrum(nn.Module):
-    """Is complex inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the real part of the Fourier transform."""
-        return torch.fft.fft(x, dim=-1).real / WIDTH
 
 
 class Mapped(nn.Sequential):
     """Maps its layer over samples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute a sample at a time."""
         made: Tensor = torch.vmap(self[0])(x)
         return made
 
@@ -137,7 +92,6 @@ class Replaced(nn.Sequential):
     """Calls its layer with other parameters than the layer has."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute with all parameters doubled."""
         doubled = {name: 2 * p for name, p in self[0].named_parameters()}
         made: Tensor = torch.func.functional_call(self[0], doubled, (x,))
         return made
@@ -147,7 +101,6 @@ class Slope(nn.Sequential):
     """Computes gradients of its layer in the forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the gradient of the layer's squares at x."""
         x = x.detach().requires_grad_() if not x.requires_grad else x
         (slope,) = torch.autograd.grad(self[0](x).square().sum(), x, create_graph=True)
         return slope
@@ -157,7 +110,6 @@ class Clamped(nn.Linear):
     """Writes into its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keep the weight small first."""
         with torch.no_grad():
             self.weight.clamp_(-0.3, 0.3)
         return super().forward(x)
@@ -171,7 +123,6 @@ class Codebook(nn.Module):
         self.rows = nn.Parameter(torch.randn(3, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the nearest row."""
         return x + self.rows[torch.cdist(x.detach(), self.rows.detach()).argmin(1)]
 
 
@@ -183,7 +134,6 @@ class Empty(nn.Linear):
         self.nothing = nn.Parameter(torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Use it all the same."""
         return super().forward(x) + self.nothing.sum()
 
 
@@ -200,12 +150,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "own call": lambda: Doubling(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
-    "batch mean": BatchMean,
-    "batch mean in training": BatchMeanInTraining,
-    "flip": Flip,
-    "by length": ByLength,
-    "attention over samples": Attention,
-    "spectrum": Spectrum,
+    "batch mean": lambda: Fn(lambda x, _: x - 0.3 * x.mean(0, keepdim=True)),
+    "batch mean in training": lambda: Fn(lambda x, training: x / (1 + x.std()) if training else x),
+    "flip": lambda: Fn(lambda x, _: x + 0.5 * x.flip(0)),
+    "by length": lambda: Fn(lambda x, _: x * (len(x) / 4)),
+    "attention over samples": lambda: Fn(lambda x, _: torch.softmax(x @ x.T, dim=1) @ x),
+    "spectrum": lambda: Fn(lambda x, _: torch.fft.fft(x, dim=-1).real / WIDTH),
     "mapped": lambda: Mapped(nn.Linear(WIDTH, WIDTH)),
     "replaced": lambda: Replaced(nn.Linear(WIDTH, WIDTH)),
     "slope": lambda: Slope(nn.Linear(WIDTH, WIDTH)),
@@ -214,39 +164,18 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "empty": Empty,
 }
 
+RANDOM: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.3),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten(), nn.GELU()
+    ),
+    "dropped attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 6, batch_first=True), nn.Flatten()
+    ),
+}
+"""Ordinary ones of which some draw at random, so that plain PyTorch draws other numbers."""
+
 # ---- hooks: what they do to a model of `nn.Sequential` ------------------------------------------------------------
-
-
-def _none(model: nn.Sequential) -> None:
-    """Leave the model as it is."""
-
-
-def _on_root(model: nn.Sequential) -> None:
-    model.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def _on_inner(model: nn.Sequential) -> None:
-    model[1].register_forward_hook(lambda module, args, out: out + 1)
-
-
-def _before_root(model: nn.Sequential) -> None:
-    model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-
-
-def _before_inner(model: nn.Sequential) -> None:
-    model[2].register_forward_pre_hook(lambda module, args: (args[0] - 0.1,))
-
-
-def _backward(model: nn.Sequential) -> None:
-    model[2].register_full_backward_hook(lambda module, into, out: (into[0] * 3,))
-
-
-def _backward_before(model: nn.Sequential) -> None:
-    model.register_full_backward_pre_hook(lambda module, out: (out[0] * 0.5,))
-
-
-def _on_parameter(model: nn.Sequential) -> None:
-    next(model.parameters()).register_hook(lambda grad: grad * 3)
 
 
 def _after_accumulation(model: nn.Sequential) -> None:
@@ -257,26 +186,24 @@ def _after_accumulation(model: nn.Sequential) -> None:
     list(model.parameters())[-1].register_post_accumulate_grad_hook(scale)
 
 
-def _on_batch(model: nn.Sequential) -> None:
-    model[1].register_forward_hook(lambda module, args, out: out - out.mean(0))
-
-
 def _replaced(model: nn.Sequential) -> None:
     linear = model[0]
     model[0].forward = lambda x: F.linear(x, linear.weight) * 0.5  # type: ignore[method-assign]
 
 
-HOOKS: dict[str, Callable[[nn.Sequential], None]] = {
-    "none": _none,
-    "forward, root": _on_root,
-    "forward, inner": _on_inner,
-    "before, root": _before_root,
-    "before, inner": _before_inner,
-    "backward, inner": _backward,
-    "before backward, root": _backward_before,
-    "parameter": _on_parameter,
+HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "none": lambda model: None,
+    "forward, root": lambda model: model.register_forward_hook(lambda module, args, out: out * 2),
+    "forward, inner": lambda model: model[1].register_forward_hook(lambda module, args, out: out + 1),
+    "before, root": lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
+    "before, inner": lambda model: model[2].register_forward_pre_hook(lambda module, args: (args[0] - 0.1,)),
+    "backward, inner": lambda model: model[2].register_full_backward_hook(lambda module, i, out: (i[0] * 3,)),
+    "before backward, root": lambda model: model.register_full_backward_pre_hook(
+        lambda m, out: (out[0] * 0.5,)
+    ),
+    "parameter": lambda model: next(model.parameters()).register_hook(lambda grad: grad * 3),
     "after accumulation": _after_accumulation,
-    "forward, batch": _on_batch,
+    "forward, batch": lambda model: model[1].register_forward_hook(lambda m, args, out: out - out.mean(0)),
     "forward replaced": _replaced,
 }
 
@@ -285,14 +212,13 @@ HOOKS: dict[str, Callable[[nn.Sequential], None]] = {
 CLASS_WEIGHT = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
 
 
-def one_hot(targets: Tensor) -> Tensor:
-    """Return [batch, CLASSES] of 0 and 1; a masked target's row is 0."""
-    return (targets[:, None] == torch.arange(CLASSES)).to(torch.float64)
+def one_hot(targets: Tensor, like: Tensor) -> Tensor:
+    """Return [batch, CLASSES] of 0 and 1, in the dtype of outputs; a masked target's row is 0."""
+    return (targets[:, None] == torch.arange(CLASSES)).to(like)
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean square."""
-    return F.mse_loss(outputs, one_hot(targets))
+    return F.mse_loss(outputs, one_hot(targets, outputs))
 
 
 def _rows(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,8 +238,8 @@ def _contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Any]]] = {
     "mse": lambda: mse,
-    "huber": lambda: lambda o, t: F.huber_loss(o, one_hot(t), delta=0.3),
-    "kl, batchmean": lambda: lambda o, t: F.kl_div(o.log_softmax(1), one_hot(t), reduction="batchmean"),
+    "huber": lambda: lambda o, t: F.huber_loss(o, one_hot(t, o), delta=0.3),
+    "kl, batchmean": lambda: lambda o, t: F.kl_div(o.log_softmax(1), one_hot(t, o), reduction="batchmean"),
     "cross entropy": lambda: F.cross_entropy,
     "nn.CrossEntropyLoss": lambda: nn.CrossEntropyLoss(),
     "smoothed": lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
@@ -324,7 +250,7 @@ LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Any]]] = {
     "(total, count)": lambda: _rows,
     "mean_loss": lambda: mk.mean_loss(F.cross_entropy),
     "mean_loss, weights": lambda: mk.mean_loss(nn.CrossEntropyLoss(CLASS_WEIGHT)),
-    "sum": lambda: lambda o, t: F.mse_loss(o, one_hot(t), reduction="sum"),
+    "sum": lambda: lambda o, t: F.mse_loss(o, one_hot(t, o), reduction="sum"),
     "root of the mean": lambda: lambda o, t: mse(o, t).sqrt(),
     "with deviation": lambda: lambda o, t: mse(o, t) + 0.1 * o.std(),
     "largest": lambda: lambda o, t: mse(o, t) + 0.1 * o.max(),
@@ -341,7 +267,6 @@ class Clipping(torch.optim.SGD):
     """Clips all gradients by their common norm."""
 
     def step(self, closure: Any = None) -> Any:
-        """Clip, then step."""
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
         return super().step(closure)
 
@@ -351,7 +276,6 @@ class TrustRatio(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Scale each gradient, then step."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -363,16 +287,11 @@ class Coupled(torch.optim.SGD):
     """A step's size depends on how many parameters there are."""
 
     def step(self, closure: Any = None) -> Any:
-        """Divide by the number of tensors, then step."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     p.grad.div_(len(group["params"]))
         return super().step(closure)
-
-
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
 
 
 def _by_dimensions(params: Any) -> torch.optim.Optimizer:
@@ -389,15 +308,6 @@ def _by_dimensions(params: Any) -> torch.optim.Optimizer:
 def _first_apart(params: Any) -> torch.optim.Optimizer:
     params = list(params)
     return torch.optim.SGD([{"params": params[:1], "lr": 0.3}, {"params": params[1:]}], lr=0.05)
-
-
-def _last_only(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(params)[-1:], lr=0.1)
-
-
-def _by_number(params: Any) -> torch.optim.Optimizer:
-    params = list(params)
-    return torch.optim.SGD(params, lr=0.5 / len(params))
 
 
 def _by_size(params: Any) -> torch.optim.Optimizer:
@@ -419,12 +329,12 @@ def _by_name(named: Any) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
-    "adamw": _adamw,
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-6),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-6),
     "by dimensions": _by_dimensions,
     "first apart": _first_apart,
-    "last only": _last_only,
-    "by number": _by_number,
+    "last only": lambda params: torch.optim.SGD(list(params)[-1:], lr=0.1),
+    "by number": lambda params: torch.optim.SGD((ps := list(params)), lr=0.5 / len(ps)),
     "by size": _by_size,
     "by name": _by_name,
     "clipping": lambda params: Clipping(params, lr=0.1),

@@ -74,16 +74,6 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., 
     assert "bubble in theory" in html and "naive MP" in html
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("names", [set(strategies()) - {"serial", "3d"}, {"3d"}], ids=["all but 3d", "3d"])
-def test_every_strategy_that_it_knows(demo: Callable[..., Demo], names: set[str]) -> None:
-    made = demo(ranks=8 if names == {"3d"} else 4, steps=2, strategies=tuple(sorted(names)))
-    outcomes = made.run()
-    text = printed(made)
-    assert len(outcomes) == 1 + len(names)
-    assert re.search(f"equal to serial( +2 steps){{{len(outcomes)}}}", text)
-
-
 def simulated_outcomes() -> list[Outcome]:
     """Runs of three steps, each slower than the one before, so that a typical step is not the last one."""
     plans = {"serial": mk.Plan.serial(), "naive MP": mk.Plan.naive_mp(4), "GPipe": mk.Plan.gpipe(4, 8)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ import mpkit as mk
 from mpkit.devices.local import gpus as local
 from mpkit.devices.local.choose import DeviceChoice, choose
 from mpkit.devices.local.gpus import Gpu, Inventory, inventory_of_gpus, unnamed_devices, visible
-from mpkit.launch.torchrun import _all_alone as all_alone
-from mpkit.launch.torchrun import _check_alike as check_named
-from mpkit.launch.torchrun import _describe_device as tell
 
 A100 = [Gpu(i, "A100", f"GPU-{i}a5f", f"00000000:0{i}:00.0", 80 << 30, 0, compute=(8, 0)) for i in range(4)]
 T4_AND_A100 = [replace(A100[0], name="T4", memory=15 << 30, compute=(7, 5)), A100[1], A100[2]]
@@ -117,40 +113,3 @@ def test_a_cluster_on_gpus_prints_who_is_where_and_which_variable_decided(
         shared = cluster.resized(3)
         assert shared.backend == "gloo"  # ranks 0 and 2 share cuda:1
         assert [row.split()[1] for row in str(shared).splitlines()[2:5]] == ["cuda:1", "cuda:0", "cuda:1"]
-
-
-# ---------------------------------------------------------------- ranks that a launcher has started
-
-
-def greetings(devices: object, nodes: list[str]) -> list[dict[str, Any]]:
-    """What the ranks of these nodes, of four A100 each, tell each other about their devices."""
-    chosen = choose(devices, None, FOUR)
-    ranks = enumerate(nodes)
-    return [tell(chosen, nodes[:rank].count(node)) | {"versions": []} for rank, node in ranks]
-
-
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "inventory_of", FOUR)
-
-
-@pytest.mark.parametrize(
-    ("devices", "nodes", "on", "alone"),
-    [
-        ([2, 0], ["a", "a", "b", "b"], [2, 0, 2, 0], True),  # by the number on the node
-        ("cuda", ["a", "a", "b", "b"], [0, 1, 0, 1], True),
-        ([2, 0], ["a", "b", "a", "b"], [2, 2, 0, 0], True),
-        ([2, 2], ["a", "a"], [2, 2], False),
-        ("cuda:1", ["a", "a"], [1, 1], False),
-        ("cuda:1", ["a", "b"], [1, 1], True),
-        ([2, 0], ["a", "a", "a"], [2, 0, 2], False),
-    ],
-)
-def test_launched_ranks_take_devices_by_their_number_on_the_node(
-    four_gpus: None, devices: object, nodes: list[str], on: list[int], alone: bool
-) -> None:
-    told = greetings(devices, nodes)
-    assert [each["row"][0] for each in told] == [f"cuda:{number}" for number in on]
-    assert [each["is"] for each in told] == [f"GPU-{number}a5f" for number in on]
-    assert all_alone(told, nodes) is alone
-    check_named(told, nodes, [f"rank {rank}" for rank in range(len(nodes))])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpkit as mk
 from benchmarks.fit_links import SYSTEMS, fit_all_reduce, fit_cards, fit_loopback, sweep
 from mpkit.devices.catalogue.machines import link_named
-from mpkit.devices.hardware import Link, wire_factor
+from mpkit.devices.hardware import wire_factor
 from mpkit.trace import Kind
 
 SWEEPS = {
@@ -77,20 +73,6 @@ def test_wire_factors_are_those_of_nccl_tests() -> None:
             assert wire_factor(kind, n) == 1
 
 
-@given(
-    n=st.integers(2, 64),
-    small=st.floats(0, 1e9),
-    more=st.floats(1, 1e9),
-    kind=st.sampled_from(list(Kind)[8:18]),
-)
-def test_more_bytes_take_longer_and_a_faster_link_never_does(
-    n: int, small: float, more: float, kind: Kind
-) -> None:
-    slow, fast = mk.devices.Link("slow", 1e-5, 1e9), mk.devices.Link("fast", 1e-6, 1e10)
-    assert slow.time(kind, small, n) <= slow.time(kind, small + more, n)
-    assert fast.time(kind, small, n) <= slow.time(kind, small, n)
-
-
 def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
     mesh = mk.Plan(pp=2, dp=2, tp=2).mesh
     wires = mk.devices.Link("bus", 1e-6, 80e9), mk.devices.Link("network", 5e-6, 25e9)
@@ -116,34 +98,3 @@ def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
 def test_machines_that_there_are_not(name: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mk.hardware(name)  # type: ignore[call-overload]
-
-
-# ---------------------------------------------------------------- unlike devices
-
-OLD = mk.devices.Device("old", {"float32": 1e12}, bandwidth=1e11)
-NEW = mk.devices.Device("new", {"float32": 4e12}, bandwidth=4e11)
-BUS = mk.devices.Link("bus", 1e-6, 16e9)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({"devices": [NEW, OLD], "link": BUS, "per_node": 8}, r"lists 2 devices \(new, old\) for 1 x 8 = 8"),
-        ({"devices": [NEW, NEW, OLD], "link": BUS, "nodes": 2}, "lists 3 devices .* for 2 nodes"),
-        ({"devices": [NEW, OLD]}, "has no link"),
-        ({"link": BUS}, r"has no device.*devices=\[new, new, old\]"),
-        ({"device": "RTX 4090", "link": BUS}, "give an mk.devices.Device"),
-        ({"devices": ["RTX 4090"], "link": BUS}, "give an mk.devices.Device"),
-        ({"device": NEW, "devices": [NEW, OLD], "link": BUS}, "give devices= alone"),
-    ],
-)
-def test_machines_of_unlike_devices_that_cannot_be(how: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        mk.devices.Hardware("mixed", **how)
-
-
-def test_a_kind_is_no_word() -> None:
-    link = Link("bus", 1e-6, 100e9, bus={Kind.ALL_REDUCE: 80e9})
-    for asked in (link.rate, lambda kind: link.time(kind, 1e6, 4)):
-        with pytest.raises(ValueError, match=r"link.rate\(Kind.ALL_REDUCE\)"):
-            asked("all_reduce")

@@ -194,37 +194,6 @@ def test_raise_from_and_handling_go_on_as_ever() -> None:
 # ---------------------------------------------------------------- where training cannot be as in plain PyTorch
 
 
-@pytest.mark.parametrize(
-    ("mode", "says"),
-    [
-        (torch.inference_mode, r"inside torch\.inference_mode\(\): gradients are off"),
-        (torch.no_grad, r"inside torch\.no_grad\(\): gradients are off"),
-        (lambda: torch.autocast("cpu", torch.bfloat16), r'model\.forward = torch\.autocast\("cpu", torch\.bfloat16\)'),
-    ],
-)  # fmt: skip
-def test_a_mode_around_a_training_that_no_rank_would_see_is_rejected(
-    mode: Callable[[], Any], says: str, clusters: Callable[[int], mk.Cluster]
-) -> None:
-    cluster = clusters(1)
-    with mode(), pytest.raises(ValueError, match=says):
-        cluster.train(layers(), [(X, Y)], **HOW)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        ({"a": {"b": X}}, r"nested: \['a'\] is itself a dict.*\"a_b\": batch\['a'\]\['b'\]"),
-        ((X, (X, X)), r"nested: \[1\] is itself a tuple.*\(\*batch\[0\], \*batch\[1\]\)"),
-        ({"a": 3}, r"torch\.as_tensor"),
-    ],
-)
-def test_inputs_of_inputs_are_to_be_given_flat(
-    inputs: Any, says: str, clusters: Callable[[int], mk.Cluster]
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        clusters(1).train(layers(), [(inputs, Y)], **HOW)
-
-
 def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(
     clusters: Callable[[int], mk.Cluster],
 ) -> None:
@@ -267,14 +236,6 @@ def test_the_words_of_a_plan_mean_the_same_in_any_order(words: list[str], shuffl
     other = list(words)
     shuffle.shuffle(other)
     assert meaning(words) == meaning(other)
-
-
-@pytest.mark.parametrize(
-    "words", ["tp2+tp4", "fsdp+zero2", "ddp+zero1", "bf16+fp16", "full+selective", "gpipe+1f1b"]
-)
-def test_words_that_contradict_each_other_are_not_chosen_between(words: str) -> None:
-    with pytest.raises(ValueError, match="say one of them"):
-        plan_of(words, 8)
 
 
 @pytest.mark.parametrize(

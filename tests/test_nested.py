@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import attr
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkit.strategies.models.nested_values import LEAF, flatten, is_opaque, rebuild
 
@@ -26,13 +26,6 @@ class Pair(NamedTuple):
 class Own:
     def __init__(self, x: Any) -> None:
         self.x, self.inner = x, {"list": [x, 1]}
-
-
-class Slots:
-    __slots__ = ("x",)
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
 
 
 @attr.define(frozen=True)
@@ -53,30 +46,12 @@ class More:
         self.more = self.x  # not a field
 
 
-class Attributes(dict[str, Any]):
-    def __init__(self, **items: Any) -> None:
-        super().__init__(**items)
-        self.__dict__ = self
-
-
-class Keys(dict[str, Any]):
-    pass
-
-
-class Several(list[Any]):
-    pass
-
-
 KINDS: dict[str, tuple[Any, Any]] = {
     "named tuple": (Pair(ONE, 1), lambda v: v.x),
     "object": (Own(ONE), lambda v: v.inner["list"][0]),
-    "slots": (Slots(ONE), lambda v: v.x),
     "attrs": (Frozen(ONE), lambda v: v.x),
     "frozen dataclass": (FrozenData(ONE), lambda v: v.x),
     "dataclass": (More(ONE), lambda v: v.more),
-    "dict of attributes": (Attributes(x=ONE), lambda v: v.x),
-    "dict subclass": (Keys(x=ONE), lambda v: v["x"]),
-    "list subclass": (Several([ONE]), lambda v: v[0]),
     "namespace": (SimpleNamespace(x=(ONE, None)), lambda v: v.x[0]),
     "user dict": (collections.UserDict(x=ONE), lambda v: v["x"]),
     "partial": (functools.partial(torch.add, ONE), lambda v: v.args[0]),
@@ -113,11 +88,3 @@ class Itself:
 def test_what_cannot_be_looked_into(value: Any) -> None:
     assert flatten(value) == ([value], LEAF)
     assert is_opaque(value)
-
-
-@pytest.mark.parametrize(
-    "value", [3, "x", None, len, closing_over(3), nn.Linear(1, 1).forward, Own(1), object()]
-)
-def test_what_holds_no_tensors_stays_as_it_is(value: Any) -> None:
-    assert flatten(value) == ([value], LEAF)
-    assert not is_opaque(value)

@@ -7,7 +7,6 @@ is the same on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -75,22 +74,6 @@ def test_the_error_ends_with_the_picture_and_three_plans(clusters: Callable[[int
     for line in tail[8:]:
         eval(line.split(". ", 1)[1].split(": ")[0], {"mk": mk})  # each plan can be pasted
     assert "Traceback" not in "".join(tail)
-
-
-def test_a_function_without_a_plan_ends_with_the_picture(cluster: mk.Cluster) -> None:
-    def allocate(ctx: Any) -> None:
-        held = torch.zeros(1000)
-        ctx.record.ledger.track(held, "activations")
-        try:
-            raise torch.OutOfMemoryError(SAID)
-        except RuntimeError as error:
-            raise ValueError("my own words") from error
-
-    with pytest.raises(mk.RankFailed, match=r"What rank . held then") as raised:
-        cluster.resized(2).run(allocate)
-    assert raised.value.memory is not None
-    assert raised.value.memory["activations"] == 4000
-    assert "mpkit doctor oom" in str(raised.value)
 
 
 def test_on_a_gpu_the_allocator_is_part_of_the_picture() -> None:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -39,21 +37,11 @@ def test_json_and_repr_make_the_same_plan_again(plan: Plan) -> None:
     assert plan.describe().endswith(".")
 
 
-def test_numbers_of_any_make() -> None:
-    plan = Plan(pp=np.int64(4), microbatches=np.int32(8))
-    assert type(plan.pp) is int
-    assert plan == Plan.gpipe(4, 8)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 0}, r"Plan\(pp=0\): pp is a whole number, 1 or more"),
-    ({"pp": -2}, "1 or more"),
     ({"microbatches": 2.5}, r"microbatches=2.5.*microbatches=8"),
     ({"pp": True}, "whole number"),
-    ({"pp": "4"}, "whole number"),
-    ({"pp": None}, "whole number"),
     ({"pp": 4, "schedule": "gpip"}, r"nearest is Plan\(pp=4, schedule='gpipe'\)"),
-    ({"pp": 4, "schedule": "Naive"}, "nearest is .*schedule='naive'"),
     ({"pp": 4, "schedule": 7}, "'naive', 'gpipe', '1f1b'"),
     ({"pp": 4, "recompute": "ful"}, "Did you mean .*recompute='full'"),
     ({"pp": 4, "recompute": True}, "'none', 'selective', 'full'"),
@@ -62,7 +50,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"lends the whole model.*Plan\(pp=2, dp=2, schedule='gpipe'\)",
     ),
     ({"dp": 2, "zero": 4}, "stages 1 .*zero=1"),
-    ({"dp": 2, "zero": True}, "stages 1 .*zero=1"),
     ({"dp": 2, "data_parallel": "DDP"}, "Did you mean Plan.dp=2.$"),
     ({"dp": 2, "precision": "float16"}, "Did you mean .*precision='fp16'"),
     ({"dp": 2, "bucket_mb": 0}, "bucket_mb=10"),
@@ -71,12 +58,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dp": 2, "zero": 1, "data_parallel": "dp"}, "shards nothing"),
     ({"tp": 0}, r"tp is a whole number.*Plan\(tp=4\)"),
     ({"sequence_parallel": True}, r"tp=1. Either Plan\(tp=2, sequence_parallel=True\), or.*Plan\(cp=2\)"),
-    ({"tp": 2, "sequence_parallel": "yes"}, r"Plan\(tp=2, sequence_parallel=True\)"),
     ({"cp": 2, "cp_order": "zig"}, r"Plan\(cp=2, cp_order='zigzag'\)"),
     ({"tp": 2, "tensor": {"regions": ()}}, "is an mk.tensor.TensorPlan"),
     ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage per rank.*interleaved_1f1b"),
     ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages per rank"),
-    ({"pp": 2, "virtual_stages": 0, "schedule": "zbv"}, "1 or more"),
     (
         {"pp": 2, "schedule": "interleaved"},
         r"nearest is Plan\(pp=2, schedule='interleaved_1f1b'.*virtual_stages=2",
@@ -88,20 +73,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "2 stages, but pp=2, virtual_stages=2",
     ),
     ({"pp": 4, "cut": [1, 2]}, r"3 stages, but pp=4 asks for 4"),
-    ({"pp": 3, "cut": [2, 1]}, "in rising order"),
     ({"pp": 2, "cut": [0]}, "by number from 1"),
-    ({"pp": 2, "cut": [1.5]}, "by number from 1"),
-    ({"pp": 2, "cut": {1}}, "cut is a list"),
     ({"pp": 2, "schedule": []}, "the schedule is empty"),
     (
         {"pp": 2, "schedule": lambda: []},
         "no function of .p, m. that makes one .too many positional arguments",
     ),
-    ({"pp": 2, "schedule": int}, "no function of .p, m. that makes one"),
     ({"dp": 2**63}, r"dp=9223372036854775808\): that is more than any machine has.*at most 1,000,000"),
-    ({"microbatches": 10**30}, "microbatches is at most 1,000,000"),
     ({"dp": 10**4, "tp": 10**3}, r"has 10,000,000 ranks.*at most 1,000,000"),
-    ({"dp": 2, "zero": torch.tensor([1, 2])}, "zero=1"),
     ({"pp": 4, "schedule": OWN}, r"2 rows and 2 micro-batches. Write Plan.from_schedule"),
 ]
 
@@ -131,30 +110,17 @@ def test_constructors_of_other_libraries_are_answered_with_a_call_that_works(nam
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("naive", "naive_mp"), ("gpip", "gpipe"), ("Zero", "zero"), ("pipelin", "pipeline")]
-)
-def test_mistyped_constructors(typed: str, meant: str) -> None:
-    with pytest.raises(mk.errors.UnknownName, match=f"did you mean Plan.{meant}?"):
-        getattr(Plan, typed)
-    assert not hasattr(Plan, "_own_name") and getattr(Plan, typed, None) is None
-
-
-@pytest.mark.parametrize(
     ("given", "meant", "words"),
     [
         ({"precision": "fp32"}, {}, "precision='full'"),
         ({"precision": "bfloat16"}, {"precision": "bf16"}, ""),
         ({"precision": "16-mixed"}, {"precision": "fp16"}, ""),
-        ({"precision": "O0"}, {}, "own dtype"),
         ({"precision": "O1"}, {"precision": "bf16"}, "each operator"),
         ({"precision": "O2"}, {"precision": "fp16"}, "loss scaling"),
-        ({"precision": "O3"}, {"precision": "fp16"}, "master weights"),
         ({"precision": "autocast"}, {"precision": "bf16"}, "torch.autocast"),
         ({"zero": "full_shard"}, {"zero": 3}, "ZeRO-3"),
         ({"zero": "SHARD_GRAD_OP"}, {"zero": 2}, "ZeRO-2"),
-        ({"zero": "no_shard"}, {}, "is DDP"),
         ({"zero": "hybrid_shard"}, {"zero": 3}, "those of a node"),
-        ({"data_parallel": "full_shard"}, {"zero": 3}, "ZeRO-3"),
         ({"data_parallel": "hybrid_shard"}, {"zero": 3}, "those of a node"),
     ],
 )
@@ -174,18 +140,7 @@ TYPED: dict[str, list[Any]] = {
     "tp": [1, 2, 3, 8],
     "cp": [1, 2, 3, 4, 8],
     "ep": [1, 2, 3, 4, 8],
-    "schedule": [
-        "gpipe",
-        "1f1b",
-        "1F1B",
-        "naive",
-        "zbv",
-        "zb-h1",
-        "interleaved",
-        "interleaved_1f1b",
-        "dualpipe",
-        3,
-    ],
+    "schedule": ["gpipe", "1f1b", "1F1B", "zbv", "zb-h1", "interleaved", "interleaved_1f1b", "dualpipe", 3],
     "microbatches": [1, 4, 0, 2.0],
     "virtual_stages": [1, 2, 3, 0],
     "recompute": ["none", "full", "every=2", "every=0", "ful", True],
@@ -259,17 +214,8 @@ def test_a_schedule_by_the_name_of_its_paper_is_answered_with_ours(name: str, me
         mk.Plan.pipeline(name, 4, 8)
 
 
-def test_a_searched_plan_keeps_what_else_was_asked_for() -> None:
-    plan = mk.Plan(pp=3, tp=2, schedule="1f1b", microbatches=5, precision="bf16")
-    found = mk.search_schedule(plan, max_live=2, effort=20_000).plan
-    assert (found.pp, found.tp, found.precision, found.ranks) == (3, 2, "bf16", 6)
-
-
 def test_words_that_are_no_order_and_no_tensor_plan_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"cp_order='zigzagg': one of .*'zigzag'"):
         mk.attention_work([4, 12], 2, "zigzagg")
     with pytest.raises(ValueError, match=r"is none that Plan\.to_json wrote"):
         mk.Plan.from_json({"tensor": {"foo": 1}})
-
-
-MESH = Plan(pp=2, dp=2, tp=2, schedule="1f1b")

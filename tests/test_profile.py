@@ -84,14 +84,3 @@ def test_replicas_take_what_their_share_of_the_samples_takes(
     assert times(predicted, Kind.FORWARD) == about(6)
     assert times(predicted, Kind.OPTIMIZER) == about(3)
     assert predicted.step_time > 6 + 16 + 3  # communication
-
-
-def test_what_is_measured_between_busy_ranks(found: Profile) -> None:
-    assert set(found.beside) == set(KINDS)
-    assert all(factor >= 1 for factor in found.beside.values())
-    assert found.busy.link.latency > 0
-    assert found.busy.taken > 0
-    assert set(found.busy.issue) == {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND}
-    assert all(call > 0 and each >= 0 for call, each in found.busy.issue.values())
-    assert found.start >= 0
-    assert "between two busy ranks a message waits" in str(found)

@@ -11,7 +11,6 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 
-import mpkit as mk
 from mpkit.launch.notebook.magics import RankMagics
 
 Run = Callable[..., CapturedIO]
@@ -109,16 +108,6 @@ def test_all_that_a_cell_prints_is_shown_with_it(run: Run) -> None:
     assert run("%%ranks\npass").stdout == ""
 
 
-def test_the_timeline_of_a_cell(run: Run, shell: InteractiveShell) -> None:
-    run("%%ranks\nfor _ in range(3): comm.all_reduce(torch.ones(4))")
-    run("%%ranks\nwith ctx.record.span('mine'): comm.barrier()")
-    timeline = shell.user_ns["ranks"].timeline()
-    assert isinstance(timeline, mk.Timeline)
-    kinds = timeline.to_dataframe()["kind"].tolist()
-    assert kinds.count("barrier") == 3 and "all_reduce" not in kinds
-    assert kinds.count("compute") == 3
-
-
 INTERRUPT = f"import os, time\ncomm.barrier()\nif rank == 1: os.kill({os.getpid()}, 2)\n"
 """Begins a cell. Once all ranks run it, rank 1 does what the notebook's stop button does: it signals the kernel."""
 
@@ -149,16 +138,6 @@ def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShel
     shown = run("%%ranks 0,1\ncomm.barrier()", fails=True)
     assert "rank 2 never came to barrier" in shown.stdout and "ran on ranks 0-1 of 3 only" in shown.stdout
     assert "their variables are gone" in shown.stdout
-
-
-@pytest.mark.alone
-@pytest.mark.soak
-def test_a_rank_that_cannot_be_interrupted_is_ended(run: Run, shell: InteractiveShell) -> None:
-    """Rank 0 waits in C++ code for good, also if the interrupt comes before it is there."""
-    run("%%ranks 3 cpu\npass")
-    waits = "    try:\n        while True: comm.barrier()\n    except KeyboardInterrupt: comm.barrier()\n"
-    shown = run(f"%%ranks 3\nif rank == 0:\n{waits}{INTERRUPT}time.sleep(600)", fails=True)
-    assert "rank 0 could not be interrupted" in shown.stdout and "their variables are gone" in shown.stdout
 
 
 def test_a_rank_that_dies_between_two_cells_ends_the_session_with_the_reason(

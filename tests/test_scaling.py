@@ -43,27 +43,3 @@ def test_strong_scaling_keeps_the_batch(clusters: Clusters) -> None:
     assert table["throughput"].tolist() == [row.throughput for row in found.rows]
     assert str(found).startswith("strong scaling: 240 samples per batch")
     assert len(str(found).splitlines()) == 6
-
-
-def test_on_other_hardware_it_is_what_the_costs_say(clusters: Clusters) -> None:
-    """On a link of infinite speed strong scaling is ideal, but for what does not shrink with the batch."""
-    free = mk.devices.Hardware(
-        "free",
-        mk.devices.Device("toy", {"float32": 1e6}, bandwidth=1e15),
-        mk.devices.Link("none", 0.0, 1e15),
-        per_node=8,
-    )
-    plans = [mk.Plan.serial(), mk.Plan.ddp(2), mk.Plan.zero(2, 2)]
-    found = mk.scaling(
-        model(), spirals(64, 2), plans, loss=F.cross_entropy, optimizer=sgd, hardware=free, clusters=clusters
-    )
-    assert found.hardware == "free"
-    for row in found.rows[1:]:
-        assert row.efficiency == pytest.approx(1.0, abs=0.01)
-    figure = found.figure()
-    names = [trace.name for trace in figure.data]
-    assert names == ["ideal", "DDP", "ZeRO-2"]
-    ideal, ddp, _ = figure.data
-    assert list(ideal.y) == [found.rows[0].throughput, 2 * found.rows[0].throughput]
-    assert list(ddp.x) == [1, 2]  # serial training is the beginning of each line
-    assert "free" in figure.layout.title.text

@@ -140,16 +140,8 @@ ASKED = [
     ("gpt2", "4x-a10g", 64),
     ("gpt2-xl", "8x-v100", 32),
     ("llama3-8b", "8x-rtx-4090", 64),
-    ("llama3-8b", "8x-a100-nvlink", 512),
     ("llama3-70b", "4x8-h100-ib", 512),
-    ("mistral-7b", "4x-a10g", 64),
     ("qwen3-32b", "2x8-h100-ib", 64),
-]
-MORE = [
-    (model, hardware, batch)
-    for model in ("gpt2", "gpt2-xl", "llama3-8b", "llama3-70b", "mistral-7b", "qwen3-32b", "qwen2.5-7b")
-    for hardware in ("8x-a100-nvlink", "4x8-h100-ib", "8x-rtx-4090", "4x-a10g", "2x8-h100-ib")
-    for batch in (64, 512)
 ]
 SOME_RECOMPUTED = "recomputation of some layers is --recompute-method=block with the number of them per stage"
 RECOMPUTED = "what is recomputed is in code: deepspeed.checkpointing.checkpoint, or the model's own"
@@ -161,9 +153,7 @@ def _advised(asked: tuple[str, str, int], stack: str | None = None) -> Advice:
     return mk.advise(model, hardware, global_batch=batch, sequence=sequence, stack=stack)
 
 
-@pytest.mark.parametrize(
-    "asked", [*ASKED, *(pytest.param(each, marks=pytest.mark.soak) for each in MORE if each not in ASKED)]
-)
+@pytest.mark.parametrize("asked", ASKED)
 def test_the_best_plan_leaves_memory_and_its_framework_runs_it(asked: tuple[str, str, int]) -> None:
     advice = _advised(asked)
     if advice.best is None:
@@ -185,18 +175,6 @@ def test_the_best_plan_leaves_memory_and_its_framework_runs_it(asked: tuple[str,
             assert there.runs_in[stack] in ("", RECOMPUTED, SOME_RECOMPUTED)
 
 
-def test_each_further_part_gains_and_the_simplest_is_near() -> None:
-    advice = _advised(("llama3-70b", "4x8-h100-ib", 512))
-    parts = [len(family.parts) for family in advice.families]
-    took = [family.seconds for family in advice.families]
-    assert parts == sorted(parts)
-    assert took == sorted(took, reverse=True)
-    assert advice.families[-1].plan == advice.best
-    near = [family.plan for family in advice.families if family.seconds <= 1.05 * advice.found[0].seconds]
-    assert advice.simplest == near[0] != advice.best
-    assert re.search(rf"the simplest within 5 %\s+{re.escape(repr(advice.simplest))}", unwrapped(advice))
-
-
 def test_the_guides_rules_on_links() -> None:
     slow = mk.hardware("a100", nodes=4, per_node=8, nic="10gbe")
     said = unwrapped(mk.advise("llama2-13b", slow, global_batch=512, sequence=4096))
@@ -206,17 +184,3 @@ def test_the_guides_rules_on_links() -> None:
     assert "a pipeline, ZeRO and tensor parallelism do about alike. The search agrees" in fast
     pcie = mk.advise("gpt3-1.3b", "8x-a100-pcie", global_batch=64, sequence=1024)
     assert "Links of 24.8 GB/s are slow" in unwrapped(pcie)
-
-
-def test_experts_are_divided_where_there_are_any() -> None:
-    """Mixtral's eight, inside of a node, as Megatron's own recipes do (arXiv 2504.14960, table 3)."""
-    advice = mk.advise(
-        "mixtral-8x7b",
-        mk.hardware("h100", nodes=4, nic="ndr"),
-        global_batch=256,
-        sequence=4096,
-        stack="megatron",
-    )
-    assert advice.best is not None and advice.best.ep == 8
-    assert "with a pipeline and expert parallelism" in unwrapped(advice)
-    assert "--expert-model-parallel-size=8" in advice.best.to("megatron")

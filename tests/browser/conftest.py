@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests import limits
-from tests.browser.lab import ENDED, EXPLORE, PREDICT, RANKS, WATCHED, serve_lab
+from tests.browser.lab import ENDED, EXPLORE, RANKS, serve_lab
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -83,9 +83,7 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for name, cells in {
         "ended": ENDED,
         "explore": (EXPLORE,),
-        "predict": PREDICT,
         "ranks": RANKS,
-        "watched": WATCHED,
     }.items():
         book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)], metadata=kernel)
         nbformat.write(book, home / "notebooks" / f"{name}.ipynb")

@@ -160,9 +160,6 @@ def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
     assert_same(whole, rest)
 
 
-# ---------------------------------------------------------------- another plan: the same training
-
-
 # ---------------------------------------------------------------- the folder
 
 

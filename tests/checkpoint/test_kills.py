@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import mpkit as mk
-from mpkit.data import text_batches
-from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.checkpoint.files import read_head
 from mpkit.strategies.checkpoint.parts import SavedParts
 from mpkit.strategies.prepare.resume import find_checkpoint
@@ -33,14 +31,6 @@ IN_GATE = (0, 7, 11, 15, 20)  # each moment once, each plan; by the last everybo
 
 def how(plan: mk.Plan) -> dict[str, Any]:
     torch.manual_seed(1)
-    if plan.tp > 1:
-        return {
-            "model": GPT(layers=2, width=18, heads=3, length=8, dropout=0.2),
-            "data": text_batches(4, 8, 5),
-            "plan": plan,
-            "loss": next_token_loss,
-            "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
-        }
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(22, 5, generator=generator)
     return {

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import resource
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,18 +81,6 @@ def test_what_has_the_name_of_a_checkpoint_is_refused_beforehand(
     FolderLock(tmp_path).release()  # a refusal has freed the folder
 
 
-def test_a_link_in_the_place_of_an_unfinished_checkpoint_is_refused(
-    clusters: Clusters, tmp_path: Path
-) -> None:
-    folder, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
-    folder.mkdir(), elsewhere.mkdir()
-    (elsewhere / "rank-0.pt").write_text("precious")
-    (folder / "step-00000005.partial").symlink_to(elsewhere)
-    with pytest.raises(ValueError, match=r"holds step-00000005\.partial, which no training wrote"):
-        train(clusters, folder)
-    assert (elsewhere / "rank-0.pt").read_text() == "precious"
-
-
 def test_another_trainings_checkpoints_are_refused_unless_it_is_resumed(
     clusters: Clusters, tmp_path: Path
 ) -> None:
@@ -117,14 +109,6 @@ def test_another_trainings_checkpoints_are_refused_unless_it_is_resumed(
     assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000023"}
 
 
-def test_a_checkpoint_with_something_of_the_users_in_it_is_kept(clusters: Clusters, tmp_path: Path) -> None:
-    train(clusters, tmp_path, steps=1)
-    (tmp_path / "step-00000001" / "notes").write_text("the best one")
-    train(clusters, tmp_path, steps=4, resume_from=tmp_path, checkpoint_keep=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000004"}
-    assert (tmp_path / "step-00000001" / "notes").read_text() == "the best one"
-
-
 def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "saved"
     folder.mkdir()
@@ -145,3 +129,29 @@ def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
     with pytest.raises(mk.RankFailed, match=r"no space left in .*step-00000001\.partial"):
         train(clusters, tmp_path, width=9_999, on_step=limit)
     assert contents(tmp_path) == {}
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from mpkit.strategies.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"process {holder.pid} on {socket.gethostname()}"):
+            FolderLock(tmp_path)
+        rank = FolderLock(tmp_path, joins=True)  # what that training's rank 0 does
+        holder.send_signal(signal.SIGKILL)
+    assert (tmp_path / "in-use.partial").exists(), "it had no time to clean up"
+    rank._folder = tmp_path / "nowhere"  # it ends without cleaning up either
+    rank.release()
+    FolderLock(tmp_path).release()
+    assert not (tmp_path / "in-use.partial").exists()

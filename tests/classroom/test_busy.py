@@ -7,22 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mpkit.course import check as checking
 from mpkit.course.catalogue import find
-from mpkit.course.framework.exercise import Case, CheckRow, Seen
+from mpkit.course.framework.exercise import Case, Seen
 from mpkit.course.framework.room import PackedAnswer, Play, Room
-from mpkit.course.grading.grades import Grade, GradeStore, key_of
+from mpkit.course.grading.grades import Grade
 from mpkit.course.grading.report import GradeReport, results
 from mpkit.course.grading.submissions import HandedIn, handed_in
 from mpkit.course.judge import RUNS, judge, not_judged
 from mpkit.course.notebooks import write_notebooks
-from mpkit.course.progress import Progress
 from mpkit.course.sandbox.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
-from mpkit.course.sandbox.guard import Guard
-from mpkit.course.verdict import Checked, NotSolved
+from mpkit.course.verdict import NotSolved
 
 ENTRY = find("pass-the-token")
-RIGHT_VERDICT = Checked(ENTRY.name, ENTRY.text.title, (CheckRow("all", "right", "right", True),), True)
 RIGHT = PackedAnswer.pack(ENTRY.exercise.solution)
 
 
@@ -58,28 +54,6 @@ def test_ranks_that_had_no_time_are_not_judged() -> None:
         room.close()
 
 
-class CountedAllowance(Allowance):
-    """An allowance whose clocks count looks from the answer's first line on: patience ends when two saw no progress."""
-
-    looks = still = 0
-
-    def look(self, wall: float, fair: float, began: bool, moved: bool) -> str:
-        self.looks += began
-        self.still = self.still + 1 if began and not moved else 0
-        return super().look(2 * self.patience * (self.still > 1), 2 * STILL * self.looks, began, moved)
-
-
-def test_an_endless_loop_is_named_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpkit.course.sandbox.allowance.Allowance", CountedAllowance)
-    room = Room(limits=Limits(seconds=1e9))
-    try:
-        checked = judge(ENTRY, PackedAnswer.pack(for_ever), room, draw=False)
-    finally:
-        room.close()
-    assert checked.mistake == "an-endless-loop"
-    assert "in for_ever" in checked.lesson[0]
-
-
 class BusyRoom(Room):
     """A room whose machine is too busy a number of times; then it is the given one."""
 
@@ -101,14 +75,6 @@ def test_an_answer_runs_again(room: Room) -> None:
     assert "says nothing of your answer" in str(checked) and not checked.hint
     with pytest.raises(NotSolved, match="not judged"):
         checked.require()
-
-
-def test_it_is_no_try(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checking, "shared_room", lambda: BusyRoom(room, RUNS))
-    assert checking.check(ENTRY.name, ENTRY.exercise.solution).not_judged
-    done = Progress.read(tmp_path).done[ENTRY.name]
-    assert (done.tries, done.failures, done.passed) == (0, 0, False)
 
 
 @pytest.fixture
@@ -134,12 +100,3 @@ def test_a_grade_has_no_zero_for_it(notebook: HandedIn, tmp_path: Path) -> None:
     assert hardness.solved == 0 and not hardness.mistakes
     tests = {each["name"]: each for each in results([grade])["tests"]}
     assert "score" not in tests[ENTRY.text.title] and "not judged" in tests[ENTRY.text.title]["output"]
-
-
-def test_it_is_graded_again(notebook: HandedIn, tmp_path: Path) -> None:
-    key, file = key_of(notebook, Guard()), tmp_path / "kept.jsonl"
-    for checked, kept in ((not_judged(ENTRY, "busy"), False), (RIGHT_VERDICT, True)):
-        store = GradeStore(file)
-        store.begin({})
-        store.add(key, Grade(notebook, {ENTRY.name: checked}))
-        assert (GradeStore(file).get(key, notebook) is not None) == kept

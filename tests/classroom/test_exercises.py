@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import mpkit
 from mpkit.course.catalogue import ExerciseEntry, families, find, of_family
-from mpkit.course.exercise_text import read_text
 from mpkit.course.framework.kinds import Questions
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
@@ -112,19 +109,8 @@ OTHER_WAYS = {
         ),
         ("down.weight.chunk(n, 1)[r]", "down.weight[:, n - 1 - r :: n]"),
     ],
-    "attention-by-heads": [
-        ("r = ctx.world_size, ctx.rank", "r = ctx.world_size, ctx.world_size - 1 - ctx.rank")
-    ],
-    "sequence-parallel": [
-        (
-            "normed = F.layer_norm(x, x.shape[-1:], f(ctx, weight), f(ctx, bias))",
-            "centered = x - x.mean(-1, keepdim=True)\n    spread = (centered**2).mean(-1, keepdim=True) + 1e-5\n"
-            "    normed = centered / spread.sqrt() * f(ctx, weight) + f(ctx, bias)",
-        )
-    ],
 }
-"""Right answers whose ranks take other parts than the solution's (strided, or in another order), or that spell out what
-the solution calls, and so keep more."""
+"""Right answers whose ranks take other parts than the solution's, strided and in another order."""
 
 
 @pytest.mark.parametrize("name", OTHER_WAYS)
@@ -162,85 +148,3 @@ def test_a_wrong_schedule_is_drawn_without_the_right_one(room: Room) -> None:
     right = judge(entry, answer(entry, entry.source.solution, "solution"), room)
     assert not wrong.passed and "target" not in (wrong.timelines or {})
     assert right.passed and list(right.timelines or {}) == ["yours", "target"]
-
-
-FORGETS_THE_MASK = """
-def ulysses(ctx, q, k, v):
-    n = ctx.world_size
-
-    def to_heads(x):
-        b, s, H, d = x.shape
-        parts = x.reshape(b, s, n, H // n, d).permute(2, 0, 1, 3, 4).contiguous()
-        return exchange(ctx, parts).permute(1, 0, 2, 3, 4).reshape(b, n * s, H // n, d)
-
-    q, k, v = map(to_heads, (q, k, v))
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-    b, s, h, d = o.shape
-    got = exchange(ctx, o.reshape(b, n, s // n, h, d).transpose(0, 1).contiguous())
-    return got.permute(1, 2, 0, 3, 4).reshape(b, s // n, n * h, d)
-"""
-
-
-def test_a_forgotten_mask_is_told_in_another_style(room: Room) -> None:
-    entry = find("ulysses")
-    checked = judge(entry, answer(entry, FORGETS_THE_MASK, "no mask"), room, draw=False)
-    assert checked.mistake == "not-causal" and "position 0" in checked.hint, str(checked)
-
-
-TEXT = """# Add
-
-Add {N} numbers.
-
-## Start
-
-Begin.
-
-## Mistake: a-product
-
-1. What does a sum do?
-2. It adds:
-   a plus.
-
-```diff
--    return a + b
-+    return a * b
-```
-
-## Otherwise
-
-1. Try it.
-"""
-BROKEN = {
-    "a number is missing": ("1. What", "What", 11, "a hint begins with its number"),
-    "the solution changed": ("-    return a + b", "-    return b + a", 16, "are not in the solution"),
-    "not unique": ("-    return a + b\n", " \n", 16, "times in the solution; add a line around them"),
-    "no place": ("-    return a + b\n", "", 16, "which line of the solution comes before?"),
-    "no diff": ("+    return a * b", "return a * b", 17, "begins with a blank, a minus or a plus"),
-    "no wrong answer": ("```diff", "```", 15, "'a-product' has no wrong answer"),
-    "another section": ("## Otherwise", "## Other", 20, "there is no section 'Other'"),
-    "another constant": ("{N}", "{M}", 3, "{M} is a constant of add.py, which does not define it"),
-    "no title": ("# Add", "Add", 1, "the first line is the title"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_an_error_in_a_text_file_names_its_line(tmp_path: Path, case: str) -> None:
-    """Also the whole file is read as it is meant, with the module's constants."""
-    module, path = ModuleType("add"), tmp_path / "add.md"
-    vars(module).update(N=2)
-    solution = "def add(a, b):\n\n    return a + b\n\n\n"
-    path.write_text(TEXT, encoding="utf-8")
-    text = read_text(path, module, solution)
-    assert (text.title, text.task, text.start, text.otherwise) == (
-        "Add",
-        "Add 2 numbers.",
-        "Begin.",
-        ("Try it.",),
-    )
-    (mistake,) = text.mistakes
-    assert mistake.hints == ("What does a sum do?", "It adds: a plus.")
-    assert mistake.wrong == "def add(a, b):\n\n    return a * b\n"
-    before, after, line, why = BROKEN[case]
-    path.write_text(TEXT.replace(before, after, 1), encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(f"add.md:{line}: ") + f".*{re.escape(why)}"):
-        read_text(path, module, solution + "\n    \n" * (case == "not unique"))

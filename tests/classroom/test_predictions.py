@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.course.catalogue import find
 from mpkit.course.grading.grades import Grade
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.grading.submissions import handed_in
-from mpkit.course.predictions.amounts import amount
 from mpkit.course.predictions.predict import PREDICTED, box
 from mpkit.course.predictions.questions import QUESTIONS, question
 from mpkit.course.progress import FILE, Progress, StudentPrediction
 from mpkit.views.theme import STATUS
-
-HOME = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -48,26 +44,6 @@ def test_theory_judges_in_words_in_colour_and_in_points(value: str, words: str, 
     assert f"theory says 27.3 %: {words}. Measured here: 32.3 %." in said
     assert (STATUS["good"] in compared._repr_mimebundle_()["text/html"]) == (points == 2)
     assert 1 + question("bubble").close(guess.value or 0) == points
-
-
-@pytest.mark.parametrize(
-    "value, unit, said",
-    [
-        (27, "share", "27 percent are '27 %' or 0.27"),
-        ("27", "share", "a share lies between 0 and 1"),
-        ("6 MiBs", "bytes", "'MiBs' is no unit here .* such as '6 MB'"),
-        ("many", "bytes", "is no number; such as '6 MB'"),
-        ("", "seconds", "is no number"),
-        (True, "share", "is no number"),
-        (float("nan"), "share", "not negative"),
-        (-1, "bytes", "not negative"),
-        ("5 %", "", "a plain number is asked for"),
-        ([0.2], "share", "is no number"),
-    ],
-)
-def test_what_is_no_number_is_told(value: Any, unit: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        amount(value, unit)
 
 
 @pytest.mark.parametrize("asked", QUESTIONS, ids=lambda one: one.name)
@@ -125,17 +101,3 @@ def test_the_gap_is_part_of_the_grade(tmp_path: Path) -> None:
         in (tmp_path / "pages" / "kim.html").read_text()
     )
     assert question("bubble").truth() == pytest.approx(3 / 11)
-
-
-def test_exercises_ask_before_the_answer() -> None:
-    """With a question that exists; what is right is told in the last cell."""
-    asked = {}
-    for path in Path(HOME, "notebooks", "exercises").glob("*.ipynb"):
-        cells = json.loads(path.read_text())["cells"]
-        ids = [cell["id"] for cell in cells]
-        for at in [at for at, name in enumerate(ids) if name.endswith("-predict")]:
-            name = ids[at].removesuffix("-predict")
-            assert ids[at + 1 : at + 4] == [name, f"{name}-check", f"{name}-predicted"]
-            asked[name] = find(name).exercise.predict
-            assert "".join(cells[at]["source"]) == f'mk.predict("{question(asked[name]).name}")'
-    assert {find(name).family for name in asked} == {"ranks", "data_parallel", "zero", "pipelines"}

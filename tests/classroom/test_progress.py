@@ -32,12 +32,6 @@ def test_a_file_that_cannot_be_read_is_put_aside(tmp_path: Path, text: str) -> N
     assert Progress.read(tmp_path).done["gpipe"].passed
 
 
-def test_where_nothing_can_be_written_a_warning_says_so(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    with pytest.warns(UserWarning, match="not kept"):
-        Progress.read(gone).add_check("gpipe", True).write()
-
-
 def box(rows: str, note: str = "") -> object:
     """Return what a cell of a notebook defines that returns these rows."""
     space: dict[str, object] = {"__name__": "__main__"}
@@ -46,14 +40,6 @@ def box(rows: str, note: str = "") -> object:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     exec(compile(code, name, "exec"), space)
     return space["gpipe"]
-
-
-def test_hints_get_more_specific(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    rows = [f'[" ".join(f"F{{i}} B{{i}}" for i in range(m))] * (p + {n} - {n})' for n in range(4)]
-    hints = [mk.check("gpipe", box(each)).hint for each in rows]
-    assert hints[0] != hints[1] and hints[-1] == hints[-2]
 
 
 @pytest.fixture

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import Case, Seen
-from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.source import run_cell
-from mpkit.course.judge import judge
 from mpkit.course.relations import find_relation
 
 CASE = Case(3, 1, {"microbatches": 4, "steps": 3})
@@ -70,34 +66,3 @@ def test_of_one_number_not_every_factor_is_told() -> None:
     said = [find_relation(Seen(CASE, expected=[2.0] * 3, got=[2.0 * factor] * 3)) for factor in (3.0, 1.2345)]
     assert said[0] is not None and "there are 3 ranks" in said[0].words
     assert said[1] is None
-
-
-def test_what_differs_between_a_right_and_a_wrong_case_is_told() -> None:
-    before = Case(2, 1, {"microbatches": 4, "steps": 3})
-    relation = find_relation(Seen(CASE, expected=[2.0] * 3, got=[2.5] * 3), [before])
-    assert relation is not None and relation.name == "other-sizes"
-    assert relation.words.endswith("what changes with ranks?")
-
-
-def test_right_results_have_no_relation() -> None:
-    assert find_relation(Seen(CASE, expected=right(), got=right()), [Case(2)]) is None
-    assert find_relation(Seen(CASE, expected=right(), error="rank 0: KeyError: 1")) is None
-
-
-def test_it_stands_before_the_exercises_own_hint(room: Room) -> None:
-    entry = find("data-parallel-loop")
-    assert "optimizer.step()" in entry.source.plain
-    code = entry.source.plain.replace("        optimizer.step()\n", "        optimizer.step()\n" * 2, 1)
-    value = run_cell(code, entry.exercise.name_of_answer, "two steps", entry.given_code)
-    checked = judge(entry, PackedAnswer.pack(value), room, draw=False)
-    assert checked.mistake == "right-at-first"
-    assert checked.hint.startswith("losses[0] is right, and [1] is the first that is not")
-    assert checked.hint.endswith(entry.exercise.otherwise[0])
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
-def test_no_factor_is_told_of_infinite_numbers(value: float) -> None:
-    """They are those of a softmax without its maximum, say."""
-    got = shards(lambda r, parts: parts[r] * value)
-    found = find_relation(Seen(case=CASE, expected=right(), got=got), ())
-    assert found is None or found.name != "a-constant-factor"

@@ -26,28 +26,6 @@ SERIAL = {
                 losses.append(loss.item())
             return losses
         """,
-    "batch-norm-on-ranks": f"""
-        def train(ctx, model, batches):
-            {SGD}
-            losses = []
-            for inputs, targets in batches:
-                loss = F.mse_loss(model(inputs), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            return losses
-        """,
-    "hang-last-batch": """
-        def train(ctx, model, batches):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for first in range(0, len(batches), ctx.world_size):
-                deal = batches[first : first + ctx.world_size]
-                optimizer.zero_grad()
-                torch.stack([F.mse_loss(model(x), y) for x, y in deal]).mean().backward()
-                optimizer.step()
-            return model.weight.detach()
-        """,
     "uneven-batch": """
         def uneven(ctx, model, inputs, targets):
             sizes = ctx.comm.all_gather(torch.tensor([len(inputs)])).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,15 +16,11 @@ from mpkit.common.display import draw
 from mpkit.common.units import memory_share
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.rules import call_of
-from mpkit.plan.schedule import NAMES, build_schedule
-from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.plan.schedule.summary import peak_live
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.estimate import estimate_checked
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import MemoryModel
-from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import Stack
 from tests.recipes import adamw
 from tests.words import unwrapped
@@ -51,19 +46,6 @@ plans = st.builds(
 def _estimate(plan: mk.Plan, microbatch: int = 1, **more: Any) -> Any:
     batch = plan.dp * plan.microbatches * microbatch
     return mk.estimate(LLAMA, plan, H100, global_batch=batch, sequence=2048, **more)
-
-
-def _chunks(schedule: str) -> tuple[int, ...]:
-    return tuple(sorted({SCHEDULES[schedule].stages_per_rank(v) for v in (1, 2, 3)}))
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-def test_ranks_hold_as_many_micro_batches_as_their_schedule_says(schedule: str) -> None:
-    for p, v in product((2, 3, 4), _chunks(schedule)):
-        for m in (*range(1, 2 * p + 2), 5 * p, 5 * p + 1):
-            held = peak_live(schedule, p, m, v)
-            assert held == tuple(one / v for one in build_schedule(schedule, p, m, v).peak_live)
-    assert peak_live("interleaved_1f1b", 3, 8, 2) == (4.5, 3.5, 2.5)
 
 
 @given(plans)
@@ -98,17 +80,6 @@ def test_the_plans_precision_is_read() -> None:
         _estimate(plans[1], stack="pytorch-fp32")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
-@pytest.mark.parametrize("m", [8, 32])
-def test_the_composed_step_is_the_simulated_schedule(schedule: str, m: int) -> None:
-    v = 2 if schedule == "interleaved_1f1b" else 1
-    plan = mk.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
-    found = mk.estimate("llama2-13b", plan, "4x8-h100-ndr", global_batch=m, sequence=2048)
-    alone = {"replicas", "optimizer", "stragglers", "messages between stages"}
-    pipeline = found.step_time - sum(found.because.get(name, 0.0) for name in alone)
-    assert found.timeline().step_time == pytest.approx(pipeline, rel=0.06)
-
-
 def test_what_does_not_fit_names_a_plan_that_does() -> None:
     found = mk.fits("llama3-8b", mk.Plan(dp=8, zero=1), "8x-a100-nvlink", global_batch=8, sequence=8192)
     assert not found and found.remedy is not None
@@ -140,31 +111,6 @@ def test_a_device_whose_memory_is_unknown_limits_nothing() -> None:
     assert found.memory[0]["context"] == 0
     advised = mk.advise("gpt2", "cpu", global_batch=8, sequence=128, by="devices")
     assert advised.best is not None and advised.best.ranks == 1 and "not known" in str(advised)
-
-
-def test_a_preset_of_few_rows_claims_no_less_than_the_spread_of_presets() -> None:
-    """P3: +-12 % from 5 rows of another precision, +-25 % from 2 rows that held 0 of 4."""
-    for stack, machine in (("megatron", "64x8-h100-ndr"), ("deepspeed-2021", "48x8-a100-hdr")):
-        ranks = mk.hardware(machine).devices
-        plan = mk.Plan(dp=ranks, zero=1, precision="bf16", recompute="full")
-        found = mk.estimate("llama3-8b", plan, machine, global_batch=ranks, sequence=4096, stack=stack)
-        assert found.relative_band > max(found.preset.band, 0.2) and "spread of all presets" in unwrapped(
-            found
-        )
-    wide = mk.estimate(
-        "llama3-8b", plan, machine, global_batch=ranks, sequence=4096, stack="llm-foundry-pure"
-    )
-    assert preset_for("A100 SXM 40GB", "llm-foundry-pure").rows >= 8 and wide.band is not None
-
-
-def test_lora_holds_states_of_what_is_trained_only() -> None:
-    plan = mk.Plan(dp=8)
-    whole, part = (
-        mk.estimate("llama2-7b", plan, "8x-a100-nvlink", global_batch=8, sequence=2048, trainable=share)
-        for share in (1.0, 0.01)
-    )
-    assert part.memory[0]["optimizer"] == pytest.approx(whole.memory[0]["optimizer"] / 100)
-    assert part.step_time < whole.step_time
 
 
 def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
@@ -301,12 +247,6 @@ def test_an_estimate_rejects_what_a_dry_run_does(
         )
     with pytest.raises(ValueError, match=words):
         mk.estimate(small_gpt(), plan, "8x-a100-nvlink", global_batch=4, sequence=sequence)
-
-
-def test_an_estimate_rejects_a_recomputation_of_nothing() -> None:
-    """Such a training warns: all activations are kept."""
-    with pytest.raises(ValueError, match=r"there are 2: nothing .*\. Plan\(recompute='every=2'\)"):
-        mk.estimate(small_gpt(), mk.Plan(recompute="every=3"), "8x-a100-nvlink", global_batch=4, sequence=64)
 
 
 def small_gpt() -> GPT:

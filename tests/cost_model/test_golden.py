@@ -11,9 +11,6 @@ import pytest
 
 from benchmarks.golden import Case, read_cases
 from mpkit.devices.catalogue import build_machine
-from mpkit.prediction.cost_model.known_models import known_models
-from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.stack import MIB, stack_of, workspaces
 
 COLUMNS = [
@@ -82,22 +79,3 @@ def test_workspaces_follow_the_device_and_the_variable() -> None:
     assert workspaces(megatron, a100) - workspaces(torch, a100) == 4 * MIB
     assert workspaces(megatron, h100) - workspaces(torch, h100) == 32 * MIB
     assert workspaces(replace(torch, cublas_workspace=32 * MIB), a100) == 64 * MIB
-
-
-def test_deferred_gradients_of_logits_and_kept_outputs_take_their_bytes() -> None:
-    model, layout = known_models()["gpt2"], Layout(pp=2, microbatch=4, microbatches=8)
-
-    def last(**changes: Any) -> dict[str, float]:
-        stack = stack_of("megatron", **changes)
-        return MemoryModel(model, 1024, stack).stages(layout)[-1]
-
-    tokens = 4 * 1024
-    more = last(deferred=2)["logits"] - last()["logits"]
-    assert more == pytest.approx(2 * 2 * tokens * (model.vocabulary + model.hidden))
-    kept = [
-        MemoryModel(model, 1024, stack_of("megatron", attention_outputs=n)).activations(0, layout)
-        for n in (1, 2)
-    ]
-    assert kept[1] - kept[0] == 2 * tokens * model.hidden
-    normed = MemoryModel(replace(model, qk_norm=True), 1024, stack_of("megatron")).activations(0, layout)
-    assert normed - kept[0] == 2 * tokens * 2 * model.hidden

@@ -84,12 +84,3 @@ def test_augmented_training_equals_a_plain_loop(
         expected.backward()
         optimizer.step()
         assert loss == pytest.approx(expected.item(), abs=1e-12)
-
-
-def draw(_: Any) -> tuple[float, float]:
-    return random.random(), np.random.rand()
-
-
-def test_ranks_draw_differently_in_a_loop_of_ones_own(clusters: Callable[[int], mk.Cluster]) -> None:
-    drawn = [*clusters(2).run(draw), *clusters(2).run(draw)]
-    assert len({number for numbers in drawn for number in numbers}) == 8

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import mpkit as mk
-from mpkit.launch.session.run import Run
 from mpkit.strategies.data.microbatch import share
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind
@@ -92,36 +91,6 @@ def test_every_sample_is_taken_once_an_epoch(samples: int, batch: int, n: int, s
             assert theirs[: len(taken[rank])] == taken[rank]
 
 
-class Named(Dataset[Any]):
-    """Samples with inputs by name, and a number for a target."""
-
-    def __init__(self, most: int = 10**9) -> None:
-        self.most = most  # that one rank may load
-        self.loaded = 0
-
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, i: int) -> tuple[dict[str, Any], float]:
-        self.loaded += 1
-        assert self.loaded <= self.most, "this rank loads samples of others"
-        return {"left": torch.full((3,), float(i), dtype=torch.float64), "right": 2.0 * i}, i / 7
-
-
-class AddUp(nn.Module):
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return left.sum(1) + right
-
-
-def test_a_rank_loads_its_own_samples_only(clusters: Clusters) -> None:
-    # 6 samples per batch: preparing loads one and then one batch, each rank two per step
-    dataset = Named(most=1 + 6 + 2 * 2)
-    model = nn.Sequential(AddUp(), nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1), nn.Flatten(0)).double()
-    batches = mk.Batches(dataset, 6, drop_last=True)
-    run = clusters(3).train(model, batches, mk.Plan.ddp(3), steps=2, **HOW).wait()
-    assert len(run.losses) == 2
-
-
 # ---------------------------------------------------------------- training on it
 
 PLANS = [
@@ -184,18 +153,6 @@ def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
     assert mk.data.data_digest(torch.zeros(2, 0), torch.zeros(2)) != mk.data.data_digest(
         torch.zeros(3, 0), torch.zeros(3)
     )
-
-
-def test_what_was_taken_outlives_a_killed_run(clusters: Clusters) -> None:
-    run: Run = clusters(2).train(net(), mk.Batches(points(8), 4), mk.Plan.ddp(2), steps=10**6, **HOW)
-    wait_for(lambda: run.done or len(run.data_digest) >= 5)
-    os.kill(run.pids[1], signal.SIGKILL)
-    with pytest.raises(mk.RankFailed):
-        run.wait()
-    digests = run.data_digest
-    assert len(digests) >= 5
-    inputs, targets = mk.Batches(points(8), 4)[4]
-    assert digests[4] == [mk.data.data_digest(inputs[r::2], targets[r::2]) for r in range(2)]
 
 
 # ---------------------------------------------------------------- what cannot work says so

@@ -30,12 +30,6 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------- models that are no chains
-
-
-# ---------------------------------------------------------------- random models
-
-
 # ---------------------------------------------------------------- parameters that nobody uses
 
 
@@ -149,6 +143,3 @@ def test_gradients_and_calls_are_those_of_torchs_ddp(
         # After its first iteration (one bucket of everything) torch's sends as many as ours.
         assert calls == [1, 2, 2]
     assert [len(calls) for calls in sent(run, "all_reduce")] == [2, 2, 2]
-
-
-# ---------------------------------------------------------------- never hangs

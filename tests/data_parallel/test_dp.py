@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.launch.session.run import Run
 from mpkit.models import GPT, next_token_loss
+from tests.serial import check_equal
 
 Train = Callable[..., Run]
 
@@ -25,25 +25,6 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def check_equal(train: Train, model: nn.Module, data: Any, plan: mk.Plan, *, loss: Any) -> Run:
-    """Losses and weights after 5 steps are those of one process, as anyone would write it."""
-    run = train(model, data, plan, loss=loss, optimizer=adamw, steps=5)
-    model = copy.deepcopy(model)
-    optimizer = adamw(model.parameters())
-    losses = []
-    for step in range(5):
-        inputs, targets = data[step % len(data)]
-        optimizer.zero_grad()
-        value = loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    exact = {"rtol": 1e-8, "atol": 1e-10}
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), **exact)
-    torch.testing.assert_close(run.state_dict(), model.state_dict(), **exact)
-    return run
 
 
 # ---------------------------------------------------------------- what it is known for
@@ -114,10 +95,18 @@ def test_several_inputs_and_outputs_micro_batches_and_evaluation(train: Train) -
     def loss(outputs: Any, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs[0], targets) + outputs[1].square().mean()
 
-    check_equal(train, Two().double(), data, mk.Plan.dp(4), loss=loss)
+    two = Two().double()
+    check_equal(train, two, data, mk.Plan.dp(4), loss=loss, optimizer=adamw)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     plan = mk.Plan.dp(2, microbatches=2)
-    check_equal(train, model, [(normal(size, 3), normal(size, 2)) for size in (4, 12)], plan, loss=F.mse_loss)
+    check_equal(
+        train,
+        model,
+        [(normal(size, 3), normal(size, 2)) for size in (4, 12)],
+        plan,
+        loss=F.mse_loss,
+        optimizer=adamw,
+    )
 
 
 # ---------------------------------------------------------------- what it refuses

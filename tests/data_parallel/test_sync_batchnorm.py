@@ -91,22 +91,6 @@ def test_local_statistics_are_rank_0s(clusters: Callable[[int], mk.Cluster], mak
         torch.testing.assert_close(run.state_dict()[f"0.{name}"], norm.state_dict()[name], **EXACT)
 
 
-def test_a_run_says_that_it_synchronizes(
-    clusters: Callable[[int], mk.Cluster], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    data = [(torch.randn(8, 4), torch.randn(8, 2))]
-    how = {
-        "loss": nn.functional.mse_loss,
-        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
-        "steps": 2,
-    }
-    for plan, says in ((mk.Plan.ddp(2), True), (mk.Plan.ddp(2, batchnorm="local"), False)):
-        clusters(2).train(model, data, plan, **how).wait()
-        printed = capsys.readouterr().out
-        assert ("batchnorm='local' in the Plan" in printed) == says
-
-
 def test_one_value_per_channel_on_all_ranks_together_has_no_variance() -> None:
     norm = nn.BatchNorm1d(3)
     over_whole_batch(norm, Alone())

@@ -18,7 +18,6 @@ from mpkit.common.units import percent
 from mpkit.timeline.diagnosis.evidence import WORTH, list_ranks
 from mpkit.timeline.diagnosis.rules import RULES
 from mpkit.timeline.findings import Diagnosis
-from mpkit.timeline.idleness import CAUSES
 from mpkit.trace import Kind
 from tests.diagnosis.planted import (
     CASES,
@@ -27,10 +26,7 @@ from tests.diagnosis.planted import (
     first_finding,
     full,
     pipeline,
-    played,
-    slow_loader,
     slow_rank,
-    walled,
     with_ops,
 )  # fmt: skip
 
@@ -44,12 +40,6 @@ def diagnosed(case: Case) -> tuple[mk.Timeline, Diagnosis]:
 
 
 # ---- held to truth ----------------------------------------------------------------------------------------------
-
-
-def test_there_are_12_kinds_of_5_sizes() -> None:
-    assert len(CASES) == 60 and len(KINDS) == 12
-    assert set(KINDS) == set(RULES) - {"exposed communication"}
-    assert {idle for _, idle in RULES.values()} <= {"", *CAUSES}
 
 
 def test_a_diagnosis_and_a_comparison_agree_on_idle_time() -> None:
@@ -90,10 +80,6 @@ def test_a_sound_run_has_no_finding(make: object) -> None:
     timeline = make()  # type: ignore[operator]
     assert list(timeline.diagnose()) == []
     assert "nothing costs 2 % of it or more" in str(timeline.diagnose())
-
-
-def test_a_sound_pipeline_has_no_finding_of_more_than_its_bubble() -> None:
-    assert {each.kind for each in mk.Timeline.of(pipeline()).diagnose()} <= {"schedule's bubble"}
 
 
 def slower(factor: float) -> Callable[[np.ndarray], np.ndarray]:
@@ -148,12 +134,6 @@ def test_waiting_is_charged_to_the_rank_that_came_last() -> None:
     assert waiting.ranks[3].sum() == 0
 
 
-def test_the_larger_of_two_causes_is_first() -> None:
-    for factor, share, first in ((1.2, 0.6, "data loading"), (1.8, 0.15, "straggler")):
-        found = slow_loader(with_ops(ddp(), 2, slower(factor)), range(4), share).diagnose()
-        assert [each.kind for each in found] == [first, *({"data loading", "straggler"} - {first})]
-
-
 def test_what_is_about_to_end_a_run_is_first() -> None:
     timeline, machine = full(0.95)
     slow = slow_rank(ddp(), 1, 2.0)
@@ -178,10 +158,6 @@ def test_a_step_played_with_other_durations_is_the_one_simulated_with_them(
             took[nodes] *= factors[spans["stage"][row]]
     expected = mk.simulate(plan, after, after, after, hop=hop).step_time
     assert graph.graph.time_with(took) == pytest.approx(expected)
-
-
-def test_ranks_are_listed_as_people_do() -> None:
-    assert list_ranks(["0", "2"]) == "Ranks 0 and 2" and list_ranks(map(str, range(3))) == "Ranks 0 to 2"
 
 
 # ---- shown ------------------------------------------------------------------------------------------------------
@@ -210,31 +186,3 @@ def test_the_command_line_prints_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["diagnose", str(tmp_path / "none.trace")])
     assert "no such file" in capsys.readouterr().err
-
-
-# ---- other plans than those of the cases --------------------------------------------------------------------------
-
-OTHERS = {
-    "zero 3": (mk.Plan(dp=4, zero=3), 16384),
-    "pp x dp": (mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=16), 32768),
-    "tensor parallel": (mk.Plan.tp(4), 16384),
-    "gpipe": (mk.Plan.gpipe(4, 24), 49152),
-}
-PLANTS: dict[str, Callable[[mk.Trace], mk.Timeline]] = {
-    "straggler": lambda trace: slow_rank(trace, 1, 1.3),
-    "data loading": lambda trace: slow_loader(trace, range(1, 2), 0.3),
-    "host-bound": lambda trace: walled(
-        trace, (Kind.FORWARD, Kind.BACKWARD), mk.Timeline.of(trace).step_time * 0.03
-    ),
-    "synchronizing call": lambda trace: walled(
-        trace, (Kind.FORWARD,), mk.Timeline.of(trace).step_time * 0.05, call=True
-    ),
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("kind", PLANTS)
-def test_a_cause_planted_in_another_plan_is_first(name: str, kind: str) -> None:
-    plan, batch = OTHERS[name]
-    assert PLANTS[kind](played(plan, 8, batch)).diagnose()[0].kind == kind

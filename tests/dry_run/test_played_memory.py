@@ -1,14 +1,4 @@
-"""Memory played on tensors without content, beside torch.profiler's allocator and Megatron's table.
-
-Megatron's table 2 (Korthikanti et al. 2022): activations of a transformer layer in 16 bits, in bytes; N = s b h.
-
-    no parallelism                            N (34 + 5 a s/h)
-    t ranks                                   N (10 + 24/t + 5 a s/(h t))
-    t ranks, sequence parallelism             N (34/t + 5 a s/(h t))
-    t ranks, selective recomputation          N (10 + 24/t)
-    both                                      N 34/t
-    full recomputation                        N 2
-"""
+"""Memory played on tensors without content, beside torch.profiler's allocator."""
 
 from __future__ import annotations
 
@@ -68,9 +58,3 @@ def test_the_loss_holds_two_more_copies_of_the_logits(clusters: Clusters) -> Non
     logits = 4 * n * vocab
     assert held[0]["buffers"] == pytest.approx(2 * logits, rel=0.01)
     assert held[0]["activations"] == pytest.approx(logits, rel=0.01)
-
-
-# ---- Megatron's table --------------------------------------------------------------------------------------------
-
-S, B, H, A, T, VOCAB = 2048, 4, 6144, 64, 8, 64
-"""The sizes of the paper's 22B model, but for its vocabulary, on 8 ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -21,7 +20,6 @@ from mpkit.strategies.reference.experts.balance import (
     move_bias,
     route_with_bias,
 )
-from tests.experts.planted import BALANCE_FAULTS, PlantedInExperts
 from tests.experts.test_expert_parallel import HOW, gpt, texts
 from tests.serial import Train, check_equal
 
@@ -129,24 +127,6 @@ def test_a_loss_that_counts_and_arguments_that_cannot_be() -> None:
         GPT(experts=4, z_loss=-1.0)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2, recompute="full"),
-        mk.Plan(tp=2, cp=2, sequence_parallel=True),
-    ],
-    ids=repr,
-)
-def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
-    """Ranks that have different tokens tell each other rows by expert, and every row of the table has its formula."""
-    how = {**HOW, "max_grad_norm": None, "steps": 2}
-    run = train(gpt(heads=2, vocab=32, **ALL), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
-    rows = run.timeline().comm_volume().rows
-    of_routing = [row for row in rows if "the rows of each expert" in row.words]
-    assert {row.kind for row in of_routing} == {"all_reduce"}
-    assert all(row.ratio == pytest.approx(1.0, rel=1e-9) for row in of_routing), of_routing
-
-
 def test_dropped_choices_are_counted_once(train: Train) -> None:
     """A choice is an expert's row or dropped."""
     load = train(gpt(capacity=0.8), texts(7), mk.Plan(recompute="full"), **HOW).expert_load
@@ -154,14 +134,3 @@ def test_dropped_choices_are_counted_once(train: Train) -> None:
         assert rows.max() <= ceil(0.8 * 7 * 8 * 2 / 4)
         assert (rows.sum(axis=1) + load.dropped[layer]).tolist() == [7 * 8 * 2] * 3
     assert re.search(r"block1.mlp.experts .* [0-9]+% dropped", str(load))
-
-
-@pytest.mark.parametrize("fault", BALANCE_FAULTS)
-def test_the_proof_finds_what_is_wrong_with_the_balance(
-    clusters: Callable[[int], mk.Cluster], fault: str
-) -> None:
-    how = {**HOW, "loss": PlantedInExperts(next_token_loss, fault), "verify": "all"}
-    plan = mk.Plan(dp=4, ep=2)
-    run = clusters(4).train(gpt(**ALL), texts(8, 8), plan, **how)
-    with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
-        run.wait()

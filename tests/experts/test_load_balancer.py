@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,10 @@ import pytest
 import mpkit as mk
 from mpkit.prediction.experts.load_balancer import balance_experts
 from mpkit.trace.expert_load import ExpertLoad
-from mpkit.trace.files import RankTrace
-from mpkit.trace.records import Kind
 from tests.experts.test_expert_parallel import HOW, gpt, texts
-from tests.serial import EXACT, Train, check_equal, same, serial
+from tests.serial import Train, check_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
-
-ORACLES = Path(__file__).parents[2].parent / "shared" / "data" / "frontier" / "oracles.json"
 
 EXAMPLE: dict[str, Any] = {
     "weight": [
@@ -47,16 +41,12 @@ def example_load() -> ExpertLoad:
 
 
 def test_the_published_example() -> None:
-    oracles = [EXAMPLE] + ([json.loads(ORACLES.read_text())["eplb"]] if ORACLES.exists() else [])
-    for each in oracles:
-        placed = balance_experts(each["weight"], 16, groups=4, nodes=2, gpus=8)
-        assert placed.phy2log.tolist() == each["phy2log"]
-        everywhere = balance_experts(each["weight"], 16, groups=1, nodes=2, gpus=8)
-        assert everywhere.phy2log.tolist() == each["phy2log_global_policy"]
-        assert [
-            layer.load_after.tolist()
-            for layer in example_load().balance(16, groups=4, nodes=2, gpus=8).layers
-        ] == (each["gpu_loads"])
+    placed = balance_experts(EXAMPLE["weight"], 16, groups=4, nodes=2, gpus=8)
+    assert placed.phy2log.tolist() == EXAMPLE["phy2log"]
+    everywhere = balance_experts(EXAMPLE["weight"], 16, groups=1, nodes=2, gpus=8)
+    assert everywhere.phy2log.tolist() == EXAMPLE["phy2log_global_policy"]
+    layers = example_load().balance(16, groups=4, nodes=2, gpus=8).layers
+    assert [layer.load_after.tolist() for layer in layers] == EXAMPLE["gpu_loads"]
 
 
 @pytest.mark.parametrize(("nodes", "gpus", "groups"), [(1, 2, 1), (1, 4, 8), (2, 4, 4), (4, 8, 8), (4, 8, 1)])
@@ -105,21 +95,6 @@ def test_a_balance_says_what_it_would_do() -> None:
     assert len(balance.to_dataframe()) == 2 * 16
 
 
-def test_a_placement_is_judged_by_the_rows_of_another_step() -> None:
-    rows = np.array([[9.0, 1.0, 1.0, 1.0], [8.0, 2.0, 1.0, 1.0], [1.0, 9.0, 1.0, 1.0]])
-    load = ExpertLoad({"block0": rows[:, None]}, first=4)
-    balance = load.balance(6, gpus=2, step=1, window=2)
-    assert balance.layers[0].phy2log.tolist() == load.balance(6, gpus=2, step=0).layers[0].phy2log.tolist()
-    assert (balance.step, balance.layers[0].rows.tolist()) == (5, rows[1].tolist())
-    later = balance.apply_to(load)
-    assert later.step == 6 and later.layers[0].load_after.tolist() == pytest.approx(
-        [2 / 3 + 1, 1 / 3 + 9 + 1]
-    )
-    assert later.time_ratio > 1, "copies of the expert that was busy do not help the one that is"
-    with pytest.raises(ValueError, match=r"4 experts of block0; the load has 2 of block0"):
-        balance.apply_to(ExpertLoad({"block0": rows[:, None, :2]}, first=0))
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -138,48 +113,6 @@ def test_numbers_that_do_not_divide_are_rejected_with_ones_that_do(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         example_load().balance(**asked)
-
-
-def test_experts_move_between_two_steps_of_a_training(train: Train, tmp_path: Path) -> None:
-    """Training stays equal to serial training, and the busiest rank of the next step computes fewer rows."""
-    model, data = gpt(experts=8, top_k=2), texts(8, 8)
-    how: dict[str, Any] = {**HOW, "checkpoint_every": 2, "checkpoint_dir": tmp_path}
-    plan = mk.Plan(dp=4, ep=4)
-    first = train(model, data, plan, **{**how, "steps": 2})
-    kept = train(model, data, plan, **{**HOW, "steps": 4}, resume_from=tmp_path)
-    balance = first.expert_load.balance(8, gpus=4)
-    assert balance.moves > 0
-    rest = train(
-        mk.models.place_experts(model, balance.orders), data, mk.Plan(dp=4, ep=4, zero=1),
-        **{**how, "steps": 4}, resume_from=tmp_path / "step-00000002",
-    )  # fmt: skip
-    # ---- equal to serial training
-    expected, weights = serial(model, data, **{**HOW, "steps": 4})
-    assert [*first.losses, *rest.losses] == pytest.approx(expected, rel=EXACT["rtol"])
-    same(rest, expected[2:], weights, **EXACT)
-    # ---- the rows that each rank computed in the next step: predicted, and those that it sent back
-    predicted = balance.apply_to(kept.expert_load, 0).layers
-    for run, loads in (
-        (kept, [each.load_before for each in predicted]),
-        (rest, [each.load_after for each in predicted]),
-    ):
-        returned = [returned_rows(rank, step=2, layers=2, row_bytes=12 * 8) for rank in run.trace.ranks]
-        assert np.transpose(returned).tolist() == [each.tolist() for each in loads]
-        matrices = [run.token_routes(each.name, 0).matrix for each in balance.layers]
-        assert [each.sum(axis=0).tolist() for each in matrices] == [each.tolist() for each in loads]
-    assert balance.apply_to(kept.expert_load, 0).time_ratio < 1
-    # ---- another balance begins where experts are now
-    again = rest.expert_load.balance(8, gpus=4, step=0)
-    assert [each.load_before.tolist() for each in again.layers] == [
-        each.load_after.tolist() for each in predicted
-    ]
-
-
-def returned_rows(rank: RankTrace, step: int, layers: int, row_bytes: int) -> list[float]:
-    """Return by layer what a rank sent in the third all-to-all of each forward: after counts and dispatch, results."""
-    ops = rank.ops[(rank.ops["kind"] == Kind.ALL_TO_ALL) & (rank.ops["step"] == step)]
-    returned: list[float] = (ops["bytes"][: 3 * layers].reshape(layers, 3)[:, 2] / row_bytes).tolist()
-    return returned
 
 
 @pytest.mark.parametrize(

@@ -35,23 +35,6 @@ def test_a_convolutional_network() -> None:
     )  # of a kind that is not known
 
 
-def saved_by(block: nn.Module, x: torch.Tensor) -> int:
-    """How many numbers autograd keeps besides x and parameters; without one per row, and attention's scores."""
-    state = {name: p.detach().to("meta").requires_grad_() for name, p in block.named_parameters()}
-    known = {tensor.untyped_storage()._cdata for tensor in (*state.values(), x)}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in known and tensor.shape[-1] > 1 and tensor.shape[-2:] != (16, 16):
-            kept[storage] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        torch.func.functional_call(block, state, (x,))
-    return sum(tensor.numel() for tensor in kept.values())
-
-
 def test_a_gpt() -> None:
     model = GPT(layers=3, width=32, heads=4, length=16, vocab=64)
     embedding, *blocks, head = describe_chain(model)
@@ -60,7 +43,6 @@ def test_a_gpt() -> None:
     block = blocks[0]
     assert block.flops == 16 * (24 * 32**2 + 4 * 17 / 2 * 32)  # a token sees 17/2 others, on average
     assert (block.attribute, block.parameter, block.sums, block.exchanged) == (16, 4, 2, 2 * 16 * 32)
-    assert block.saved == saved_by(model[1], torch.zeros(2, 16, 32, device="meta", requires_grad=True)) / 2
     assert (embedding.inputs, embedding.parameter, head.outputs, head.parameter) == (16, 32, 16 * 64, 64)
     assert sum(each.parameters for each in describe_chain(model)) == sum(
         p.numel() for p in model.parameters()

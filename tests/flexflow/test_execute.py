@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from examples.flexflow import layer_strategies
-from examples.flexflow.chain_search import least_memory, price_choice
+from examples.flexflow.chain_search import least_memory
 from examples.flexflow.result import LayerStrategies
 from tests.serial import EXACT, serial
 
@@ -44,13 +44,6 @@ def batches(*shape: int, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
         )
         for _ in range(steps)
     ]
-
-
-def with_splits(found: LayerStrategies, seed: int) -> LayerStrategies:
-    """The same layers with splits drawn at random, so that all kinds of resharding take place."""
-    generator = torch.Generator().manual_seed(seed)
-    places = tuple(int(torch.randint(len(s), (), generator=generator)) for s in found.priced.splits)
-    return replace(found, choice=price_choice(found.priced.costs, places))
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -98,17 +91,3 @@ def test_what_ranks_send_is_what_is_priced(clusters: Clusters) -> None:
     parameters = sum(layer.parameters for layer in found.priced.layers)
     sent = {"all_reduce": 8 * parameters * steps, "all_gather": 8 * BATCH * 4 * steps}
     assert mk.Timeline.of(run.trace).comm_bytes == [sent] * 4
-
-
-@pytest.mark.parametrize(
-    ("ranks", "seed"),
-    [
-        pytest.param(ranks, seed, marks=[] if (ranks, seed) in [(2, 0), (4, 1)] else pytest.mark.soak)
-        for ranks in (2, 4)
-        for seed in range(4)
-    ],
-)
-def test_any_splits_train_as_one_process_does(clusters: Clusters, ranks: int, seed: int) -> None:
-    model = linear_chain()
-    found = layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
-    check(with_splits(found, seed), clusters(ranks), model, batches(6))

@@ -50,18 +50,6 @@ def test_what_a_linear_layer_sends(linear: Soap) -> None:
     }
 
 
-def test_what_a_layer_norm_sends(norm: Soap) -> None:
-    samples, length, features = norm.shapes["X"]
-    y = EIGHT * samples * length * features
-    two_a_row = EIGHT * 2 * samples * length
-    assert exchanges(norm) == {
-        "O": {"forward": [("send", y)], "backward": [("send", y)]},
-        "S": {"forward": [], "backward": [("all_reduce", EIGHT * 2 * features)]},
-        "A": {"forward": [], "backward": [("all_reduce", EIGHT * 2 * features)]},
-        "P": {"forward": [("all_reduce", two_a_row)], "backward": [("all_reduce", two_a_row)]},
-    }
-
-
 @pytest.mark.parametrize("kind", ["linear", "norm"])
 def test_every_way_equals_the_whole_layer(kind: str, request: pytest.FixtureRequest) -> None:
     found: Soap = request.getfixturevalue(kind)

@@ -30,43 +30,6 @@ def test_json_as_people_write_it(tmp_path: Path, what: str) -> None:
     assert Plan.read(path) == Plan.read(path.read_text("utf-8")) == Plan.zero(2, 2, bucket_mb=5e8 * 4 / 2**20)
 
 
-NO_JSON: dict[str, str] = {
-    "'2'}": r"line 1 column 33",
-    "2, 'a'}": "Expecting",
-    "2}}": "Extra data",
-    "2": "Expecting",
-    '2}, "zero_optimization": {"stage": 3}': "'zero_optimization' is there twice",
-}
-
-
-@pytest.mark.parametrize("what", NO_JSON)
-def test_what_begins_as_json_is_nothing_else(tmp_path: Path, what: str) -> None:
-    text = SPEED.replace("2}", what, 1)
-    path = tmp_path / "ds_config"
-    path.write_text(text)
-    for source in (path, text):
-        with pytest.raises(ValueError, match=rf"cannot be read: as JSON: .*{NO_JSON[what]}"):
-            Plan.read(source)
-    with pytest.raises(ValueError, match="as megatron: it is not a command line"):
-        Plan.read(path, "megatron")
-
-
-def test_a_file_of_one_kind_is_not_read_as_another(tmp_path: Path) -> None:
-    for name, text in (
-        ("a.yaml", "x: [\ntorchrun --nnodes 3"),
-        ("a.json", "gradient_accumulation_steps: 2"),
-        ("a.py", "torchrun --nnodes=3 x.py"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(
-            ValueError, match=rf"{name} has no key of a format that is known.*cannot be read: as"
-        ):
-            Plan.read(tmp_path / name)
-    (tmp_path / "b.json").write_bytes(SPEED.encode("utf-16"))
-    with pytest.raises(ValueError, match=r"b\.json is no text in UTF-8"):
-        Plan.read(tmp_path / "b.json")
-
-
 BOMBS: dict[str, tuple[str, str]] = {
     "an alias of itself": ("a: &a {b: *a}\n", "is an alias"),
     "tags": ("a: !!python/object/apply:os.system [true]\n", "line 1: .* is a tag"),
@@ -137,17 +100,3 @@ def test_variables_that_may_hold_more_are_named() -> None:
         assert Plan.read("torchrun --nproc-per-node=2 \\\n x.py $MORE $@") == Plan.ddp(2)
     with pytest.warns(UserWarning, match="--sequence-parallel is within an `if`"):
         Plan.read(f"{MEGATRON}2 --seq-length 8\nif [ $X ]; then ARGS+=(--sequence-parallel); fi")
-
-
-TITAN = "c = ParallelismConfig(data_parallel_shard_degree=1, tensor_parallel_degree="
-
-MODULES: dict[str, str] = {
-    "a name": f"TP = 2\n{TITAN}TP)",
-    "calculated": f"N = 4\n{TITAN}N // 2)",
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*Plan says nothing of it")
-@pytest.mark.parametrize("what", MODULES)
-def test_names_that_a_module_assigns(what: str) -> None:
-    assert Plan.read(MODULES[what]).tp == 2

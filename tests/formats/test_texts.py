@@ -75,24 +75,6 @@ def test_every_key_of_a_text_has_its_comment(name: str) -> None:
     assert all(f"# {comment}" in config for comment in config.comments.values())
 
 
-PAIRS = "--overlap-moe-expert-parallel-comm"
-
-
-@pytest.mark.parametrize(
-    ("rest", "says"),
-    [
-        ("--bf16", "--expert-model-parallel-size=2 or more"),
-        ("--bf16 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2", "several stages per rank"),
-        ("--bf16 --expert-model-parallel-size 2 --recompute-granularity full", "selective, or none"),
-        ("--expert-model-parallel-size 2", "--bf16 or --fp16"),
-    ],
-)
-def test_pairs_that_megatron_would_refuse_are_left_out_with_a_note(rest: str, says: str) -> None:
-    with pytest.warns(UserWarning, match=rf"Megatron refuses {PAIRS} here, since .*{says}.*: left out"):
-        plan = Plan.read(f"torchrun --nproc-per-node=8 pretrain_gpt.py {PAIRS} {rest}\n")
-    assert plan.schedule == "1f1b"
-
-
 REFUSED: list[tuple[Plan, str, dict[str, Any], str]] = [
     (Plan.ddp(4), "deepsped", {}, r"no format 'deepsped'.*plan.to\('deepspeed'\)"),
     (Plan.ddp(4), "deepspeed", {"microbatch": 3}, "did you mean micro_batch=3"),

@@ -5,7 +5,6 @@ No GPU is needed: `FakeNvml` plays samples that were made by hand in the format 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -20,13 +19,9 @@ from mpkit.devices.local.gpus import Gpu, inventory_of_gpus
 from mpkit.devices.local.nvml import GpuReading, NvmlGpu
 from mpkit.launch import gpu_sampler
 from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for
-from mpkit.timeline.live_timeline import LiveFeed
-from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
-from mpkit.trace.record.files import RecordFile
-from mpkit.views.dashboard.widget import RunView
+from mpkit.trace import MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import device_lines, pack_tracks
-from mpkit.views.timeline.widget import TimelineView
 from tests.gpu.fake_nvml import FakeNvml
 from tests.limits import wait_for
 
@@ -163,15 +158,6 @@ def test_a_launch_samples_its_gpus_into_its_trace(
     assert found.ranks[1].samples["memory"][0] == 3.5e9
 
 
-# ---------------------------------------------------------------- kept
-
-
-def test_samples_are_saved_and_loaded(tmp_path: Path, trace: mk.Trace) -> None:
-    loaded = mk.Trace.load(trace.save(tmp_path / "a.trace")).check()
-    for one, two in zip(loaded.ranks, trace.ranks, strict=True):
-        assert one.samples.tobytes() == two.samples.tobytes()
-
-
 # ---------------------------------------------------------------- on the clock of the operations
 
 
@@ -182,32 +168,6 @@ def test_samples_are_on_the_measured_clock(trace: mk.Trace) -> None:
     assert mine["time"] == pytest.approx(np.arange(1, 9) / 10)
     assert mine["utilisation"].tolist() == [0, 35, 88, 97, 96, 91, 40, 5]
     assert mine["nvlink_sent"][2] == pytest.approx(3 * 35 * 1024 * 1024 / 0.1)  # three links
-
-
-def test_the_live_view_reads_samples_as_they_come(tmp_path: Path, trace: mk.Trace) -> None:
-    for number, rank in enumerate(trace.ranks):
-        names = {"ops": rank.ops, "gpu": rank.samples[:5]}
-        for name, records in names.items():
-            write(tmp_path / f"rank{number}.{name}", name, records)
-        (tmp_path / f"rank{number}.names").write_text('""\n')
-    feed = LiveFeed(
-        tmp_path, 2, {**trace.meta, "device": "cpu"}
-    )  # a GPU's steps would count once they are over
-    feed.advance()
-    first = feed.timeline().device_samples
-    assert first["rank"].tolist() == [0] * 5 + [1] * 5
-    for number, rank in enumerate(trace.ranks):
-        (tmp_path / f"rank{number}.gpu").unlink()
-        write(tmp_path / f"rank{number}.gpu", "gpu", rank.samples[:6])
-    feed.advance()
-    assert len(feed.timeline().device_samples) == 12
-
-
-def write(path: Path, part: str, records: np.ndarray) -> None:
-    file = RecordFile(path, part, records.itemsize, len(records))
-    file.map[HEADER.itemsize :] = records.tobytes()
-    file.publish(len(records))
-    file.close(0)
 
 
 # ---------------------------------------------------------------- drawn
@@ -233,33 +193,6 @@ def test_each_kind_of_sample_is_a_track(trace: mk.Trace) -> None:
     assert found["PCIe traffic", 1][1][0].tolist() == [12e6, 40e6]
 
 
-def test_a_dashboard_keeps_a_place_for_gpus_and_fills_it(tmp_path: Path, trace: mk.Trace) -> None:
-    class Going:
-        """A run whose GPUs are sampled, as a view asks it."""
-
-        title, steps, first_step, blocks, theory, error, status = "DDP", None, 0, True, None, None, "finished"
-        losses: tuple[float, ...] = ()
-        metrics = trace.metrics
-
-        def feed(self) -> LiveFeed:
-            return LiveFeed(tmp_path, 2, trace.meta)
-
-        def timeline(self) -> mk.Timeline:
-            return mk.Timeline.of(trace)
-
-    view = RunView(Going())  # type: ignore[arg-type]
-    shown = view.dashboard.timeline
-    assert names_of(shown) == ["memory", "GPU utilisation", "GPU memory in use", "PCIe traffic"]
-    view.dashboard.set_memory(mk.Timeline.of(trace))
-    wait_for(lambda: "NVLink traffic" in names_of(shown))  # drawn in the background
-    view.end(Going())  # type: ignore[arg-type]
-    assert names_of(shown)[-1] == "NVLink traffic"
-
-
-def names_of(view: TimelineView) -> list[str]:
-    return [track["name"] for track in view.tracks_head["tracks"]]
-
-
 def test_text_has_a_line_per_gpu(trace: mk.Trace) -> None:
     timeline = mk.Timeline.of(trace)
     cells = [re.split(r"  +", line) for line in device_lines(timeline)]
@@ -269,10 +202,3 @@ def test_text_has_a_line_per_gpu(trace: mk.Trace) -> None:
         ["GPU 1", "56 % (97 %)", "4.1 GiB (4.9 GiB)", "48.5 MB/s (52.0 MB/s)", "not told", "8"],
     ]
     assert device_lines(timeline)[0] in str(timeline)
-
-
-def test_perfetto_has_a_counter_per_gpu(tmp_path: Path, trace: mk.Trace) -> None:
-    events = json.loads(mk.Timeline.of(trace).to_perfetto(tmp_path / "a.json").read_text())["traceEvents"]
-    used = [event for event in events if event["name"] == "GPU memory in use (B)" and event["pid"] == 1]
-    assert [event["args"]["in use"] for event in used[:2]] == [3.5e9, 3.75e9]
-    assert [event["ts"] for event in used[:2]] == pytest.approx([0, 1e5], abs=1e-3)

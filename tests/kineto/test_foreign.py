@@ -8,7 +8,7 @@ from typing import Any
 
 import mpkit as mk
 from mpkit.timeline.foreign.open_trace import OpenedTrace
-from tests.kineto.program import HOST, Program, ddp_program
+from tests.kineto.program import Program, ddp_program
 
 
 def of_2021(trace: dict[str, Any]) -> dict[str, Any]:
@@ -73,51 +73,3 @@ def test_an_unknown_payload_is_not_0_bytes(tmp_path: Path) -> None:
     assert str(timeline.comm_matrix()).startswith("Nobody is known to send bytes")
     found = str(timeline.diagnose())
     assert "0 B" not in found and "small" not in found
-
-
-def ascend() -> dict[str, Any]:
-    """Return what torch_npu writes: the device's events are of no category, on a process of its own."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 5, "tid": 0, "ts": 0, "args": {"name": "Ascend Hardware"}},
-        {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": "aten::mm",
-            "pid": HOST,
-            "tid": HOST,
-            "ts": 10,
-            "dur": 20,
-            "args": {},
-        },
-    ]
-    for number in range(9):
-        events.append(
-            {
-                "ph": "X",
-                "name": "MatMulV2",
-                "pid": 5,
-                "tid": 1,
-                "ts": 30 + 100 * number,
-                "dur": 90,
-                "args": {},
-            }
-        )
-    return {"traceEvents": events}
-
-
-def test_a_device_whose_events_are_not_known_is_not_called_a_cpu(tmp_path: Path) -> None:
-    trace = opened(tmp_path, ascend())
-    assert "none (9 events, 89.0 % of the time)" in trace.notes[-1]
-    assert trace.meta["hardware"] == "a device whose events are of unknown categories"
-
-
-def test_inference_gets_no_advice_for_trainings(tmp_path: Path) -> None:
-    program = Program()
-    for number in range(50):
-        program.kernel("gemm", 100.0 * number, 100.0 * number + 10, 20)
-    trace = opened(tmp_path, program)
-    (found,) = trace.timeline().diagnose()
-    assert found.kind == "host-bound"
-    assert (
-        "larger batches" in found.remedy and "optimizer" not in found.remedy and "micro" not in found.remedy
-    )

@@ -113,41 +113,9 @@ def test_a_given_plan_names_the_axes_if_the_groups_lie_along_them(tmp_path: Path
         mk.open(tmp_path, plan=mk.Plan.tp(2))
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_hybrid_shards(tmp_path: Path, grouped: bool) -> None:
-    """Files of CPU ranks do not tell a call's group, so all groups look like the world."""
-    shard, replicas = ([0, 1], [0, 2]) if grouped else (None, None)
-    gather = both(annotated("FSDP::all_gather (layer)"), calls("allgather", [4 * WEIGHT], HOST, shard))
-    reduce = both(
-        calls("reduce_scatter", [4 * WEIGHT], ENGINE, shard),
-        calls("allreduce", [2 * WEIGHT], ENGINE, replicas),
-    )
-    found = inferred(tmp_path, gather, both(annotated("FSDP::all_gather (layer)"), reduce))
-    assert found.plan == mk.Plan(dp=4, zero=3, dp_shard=2)
-    assert "among 2 ranks in the forward" in str(found)
-    assert "hybrid shards, 2 copies of 2 shards" in str(found)
-
-
 def test_an_optimizer_that_is_divided(tmp_path: Path) -> None:
     found = inferred(
         tmp_path, annotated(DDP), calls("allreduce", [2 * WEIGHT], ENGINE),
         calls("broadcast", [WEIGHT, WEIGHT], HOST), optimizer="ZeroRedundancyOptimizer",
     )  # fmt: skip
     assert found.plan == mk.Plan(dp=4, zero=1)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "fits"),
-    [
-        ([2048] * 4, ["ep=4", "cp=4, cp_method='ulysses'"]),
-        ([512, 2048, 2048] * 2, ["ep=4"]),  # counts of rows, rows to experts, rows back
-        ([2048] * 6, ["ep=4"]),
-        ([2048] * 3, []),
-    ],
-)
-def test_all_to_alls_are_what_they_fit(tmp_path: Path, sizes: list[int], fits: list[str]) -> None:
-    """Six all-to-alls per attention are not Ulysses' four; where both fit, both are listed."""
-    found = inferred(tmp_path, calls("all_to_all", sizes, HOST))
-    assert found.plan is None
-    assert [word for word in ("ep=4", "cp=4, cp_method='ulysses'") if word in str(found)] == fits
-    assert fits or "it fits no plan of mpkit's" in str(found)

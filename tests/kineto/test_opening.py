@@ -122,36 +122,6 @@ def test_streams_that_overlap_leave_no_action_of_negative_length(tmp_path: Path)
 # ---- files whose numbers mislead ----------------------------------------------------------------------------------
 
 
-def test_kernels_that_all_took_no_time_are_replayed(tmp_path: Path) -> None:
-    program = Program(0, 1, "NVIDIA A100-SXM4-80GB")
-    for number in range(5):
-        program.kernel("gemm", 10.0 * number, 10.0 * number + 2, 0.0)
-    timeline = mk.open(write_ranks(tmp_path, [program])).timeline("8x-h100-nvlink")
-    assert timeline.step_time > 0
-    assert any("all of them took 0 s" in note for note in timeline.notes)
-
-
-def test_memory_of_the_host_is_not_the_gpus(tmp_path: Path) -> None:
-    program = Program(0, 1)
-    program.kernel("gemm", 0, 10, 5)
-    held = {"Addr": 1, "Bytes": 8, "Device Type": 0, "Device Id": -1, "Total Allocated": 8}
-    program.events.append(
-        {
-            "ph": "i",
-            "s": "t",
-            "cat": "cpu_instant_event",
-            "name": "[memory]",
-            "pid": 1,
-            "tid": 1,
-            "ts": 3,
-            "args": held,
-        }
-    )
-    trace = mk.open(write_ranks(tmp_path, [program]))
-    assert trace.timeline().peak_memory[0]["total"] == 0
-    assert any("memory events are of the host only" in note for note in trace.notes)
-
-
 def test_a_kernel_that_runs_over_its_successors_is_said_to_be_doubtful(tmp_path: Path) -> None:
     program = Program(0, 1)
     for number in range(3):

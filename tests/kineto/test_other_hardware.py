@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ import mpkit as mk
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.timeline.foreign.actions import FIXED
 from mpkit.timeline.foreign.open_trace import OpenedTrace
-from mpkit.trace import Kind
 from tests.kineto.program import Program
 
 H100, MI300X = mk.hardware("8x-h100-nvlink").device, mk.hardware("8x-mi300x").device
@@ -75,27 +73,3 @@ def test_what_cannot_be_scaled_is_not_called_modelled(tmp_path: Path, gpu: str) 
 
 
 SLOW = Hardware("slow", H100, Link("slow", 1e-3, 1e6), per_node=3)
-
-
-def all_to_all(folder: Path, splits: list[Any], width: int = 10, ranks: int = 3) -> OpenedTrace:
-    """Three ranks, of which some have files, send rows of so many numbers of four bytes."""
-    for rank, rows in enumerate(splits[:ranks]):
-        program = Program(rank, len(splits))
-        sent = sum(row for row in rows if isinstance(row, int)) * width
-        program.collective("all_to_allv", 0, 20, 1000, sent, splits=rows)
-        (folder / f"rank{rank}.json").write_text(json.dumps(program.json()))
-    return mk.open(folder)
-
-
-def seconds(trace: OpenedTrace) -> float:
-    timeline = trace.timeline(SLOW)
-    span = timeline.spans[timeline.spans["kind"] == Kind.ALL_TO_ALL][0]
-    return float(span["end"] - span["start"])
-
-
-def test_an_uneven_all_to_all_takes_what_its_split_sizes_say(tmp_path: Path) -> None:
-    trace = all_to_all(tmp_path, [[100, 200, 0], [0, 100, 100], [50, 700, 100]])
-    parts = [rank.sent_parts[["member", "bytes"]].tolist() for rank in trace.ranks]
-    assert parts[0] == [(0, 4000), (1, 8000)]  # a part of 0 bytes is not written
-    assert parts[2] == [(0, 2000), (1, 28000), (2, 4000)]
-    assert seconds(trace) == pytest.approx(2 * 1e-3 + 36000 / 1e6)  # rank 1 receives 900 rows

@@ -42,19 +42,3 @@ def test_a_step_within_which_recording_ended_is_left_out(tmp_path: Path, cut: fl
     assert any("Step 5 of rank 0 was cut off after" in note for note in trace.notes), trace.notes
     whole = mk.open(write_ranks(tmp_path / "whole", [ddp_program(0, 1, steps=3)]))
     assert whole.timeline().steps == [3, 4, 5]
-
-
-def test_what_follows_the_last_update_is_no_step(tmp_path: Path) -> None:
-    """Without announced steps, each ends with its optimizer; so do the steps of its collectives."""
-    program = ddp_program(0, 2, steps=3)
-    program.events = [
-        event for event in program.events if not event.get("name", "").startswith("ProfilerStep")
-    ]
-    last = max(
-        event["ts"] for event in program.events if event.get("name", "") == "Optimizer.step#AdamW.step"
-    )
-    program.events = [event for event in program.events if event["ts"] < last - 20]
-    timeline = mk.open(write_ranks(tmp_path, [program])).timeline()
-    assert timeline.steps == [0, 1]
-    frame = timeline.to_dataframe()
-    assert frame[frame.kind == "all_reduce"].step.tolist() == [0, 1, -1]

@@ -109,16 +109,6 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     assert not (tmp_path / "taken").exists()
 
 
-@pytest.mark.soak
-def test_spawned_ranks_behave_the_same() -> None:
-    """What systems without a safe fork do."""
-    with mk.Cluster(2, device="cpu", start="spawn") as cluster:
-        assert cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
-        with pytest.raises(mk.RankFailed, match="rank 1 of 2 failed: KeyError: 'x'"):
-            cluster.run(lambda ctx: {}["x"] if ctx.rank == 1 else ctx.comm.barrier())
-        assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,29 +65,6 @@ def test_whatever_ends_the_thread_ends_the_run(
         run.wait()
     wait_until_gone(run.pids)
     still_works(cluster)
-
-
-def test_one_cluster_in_several_threads(clusters: Callable[[int], mk.Cluster]) -> None:
-    """One launch at a time, also of clusters that share a fork server; the others are refused."""
-    cluster = clusters(2)
-    found: list[object] = []
-
-    def call(one: mk.Cluster) -> None:
-        for _ in range(5):
-            try:
-                found.append(one.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()))
-            except ValueError as error:
-                found.append("busy" in str(error))
-
-    threads = [threading.Thread(target=call, args=(one,)) for one in (cluster, cluster, cluster.resized(3))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(EVENT)
-        assert not thread.is_alive()
-    assert len(found) == 15
-    assert any(isinstance(one, list) for one in found)
-    assert all(one is True or one in ([2.0] * 2, [3.0] * 3) for one in found)
 
 
 def test_a_kept_run_holds_no_file(clusters: Callable[[int], mk.Cluster]) -> None:

@@ -23,19 +23,6 @@ def still_works(cluster: mk.Cluster) -> None:
     assert cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()) == [4.0] * 4
 
 
-def test_the_first_failure_is_reported_not_its_consequences(cluster: mk.Cluster) -> None:
-    def fail(ctx):  # type: ignore[no-untyped-def]
-        if ctx.rank == 1:
-            raise ValueError("first")
-        try:
-            ctx.comm.barrier()
-        except Exception as error:
-            raise KeyError("second") from error
-
-    with pytest.raises(mk.RankFailed, match="rank 1 of 4 failed: ValueError: first"):
-        cluster.run(fail)
-
-
 @pytest.mark.parametrize("secondary", [False, True])
 def test_of_several_errors_the_earliest_is_reported(tmp_path: Path, secondary: bool) -> None:
     """Whichever rank is first to end; also where all of them are of closed connections."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
@@ -39,10 +38,6 @@ def signals(ctx: mk.Context) -> tuple[bool, bool]:
         )
     bit = 1 << (signal.SIGUSR1 - 1)
     return bool(ignored & bit), bool(caught & bit)
-
-
-def test_the_signal_is_ignored_until_there_is_a_handler(clusters: Callable[[int], mk.Cluster]) -> None:
-    assert clusters(1).run(signals) == [(True, True)]
 
 
 def test_a_timeout_counts_from_when_all_have_started() -> None:

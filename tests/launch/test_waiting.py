@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import mpkit as mk
@@ -54,34 +52,24 @@ def test_ranks_wait_in_a_barrier_of_torch_distributed(
     assert re.search(waited, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "where", ["elsewhere", *(pytest.param(each, marks=pytest.mark.soak) for each in ("in a wait", "all"))]
-)
-def test_stopped_ranks(cluster: mk.Cluster, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank(cluster: mk.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can move: it is said without a time-out, and with the command that helps."""
     monkeypatch.setattr(hang, "WAITING", 1.0)
 
     def fn(ctx):  # type: ignore[no-untyped-def]
         ctx.comm.barrier()
-        if ctx.rank == 1 and where == "in a wait":
-            pid = os.getpid()
-            threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)).start()
-        elif ctx.rank == 1 or where == "all":
+        if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         if ctx.rank == 0:
             time.sleep(0.6)  # until the others wait
         ctx.comm.barrier()
-        if where == "in a wait":
-            ctx.comm.all_reduce(torch.ones(1))
 
     launch: Any = cluster.launch(fn, (), sink=print)
     with pytest.raises(mk.errors.Deadlock) as caught:
         launch.finish()
         launch.results()
-    for rank in range(4) if where == "all" else [1]:
-        assert f"rank {rank} is stopped (SIGSTOP, or a debugger): kill -CONT {launch.pids[rank]}" in str(
-            caught.value
-        )
+    words = f"rank 1 is stopped (SIGSTOP, or a debugger): kill -CONT {launch.pids[1]}"
+    assert words in str(caught.value)
     assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
 
 

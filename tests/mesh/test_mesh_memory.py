@@ -87,27 +87,6 @@ def test_a_layer_of_the_kit_keeps_what_the_formula_says(
     assert found == pytest.approx([wanted] * len(found), rel=0.01)
 
 
-@pytest.mark.parametrize("divided", [soak(False), True])
-def test_the_first_stage_of_1f1b_holds_p_micro_batches(train: Train, divided: bool) -> None:
-    """And the last one: 1."""
-    how = {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 4, "sequence_parallel": divided}
-    found = of_a_layer(train, gpt, **how)
-    assert found == pytest.approx([2 * kit(2, divided)] * 2 + [kit(2, divided)] * 2, rel=0.01)
-
-
-@pytest.mark.parametrize(("how", "wanted"), [
-    soak({}, 2),
-    soak({"tp": 2, "sequence_parallel": True}, 2 / 2),
-    ({"pp": 2, "schedule": "gpipe", "microbatches": 4}, 4 * 2),
-], ids=str)  # fmt: skip
-def test_full_recomputation_keeps_the_input_of_a_layer(
-    train: Train, how: dict[str, Any], wanted: float
-) -> None:
-    """2 s b h, for each micro-batch that waits."""
-    found = of_a_layer(train, gpt, recompute="full", **how)
-    assert found == pytest.approx([wanted] * len(found), rel=0.01)
-
-
 # ---- parameters, gradients, optimizer ----------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Two hosts on this machine: network namespaces joined by a veth pair, each with a name of its own.
 
-Ranks are started by torchrun; or, for a tenth of the CPU time, forked from one process that has imported torch, with
-the variables that torchrun or srun sets, and with a process that serves the store as torchrun's agent does.
+Ranks are forked from one process that has imported torch, with the variables that torchrun or srun sets, and with a
+process that serves the store as torchrun's agent does: a tenth of the CPU time of torchrun itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import itertools
 import multiprocessing
 import os
 import runpy
@@ -34,7 +33,6 @@ from tests.limits import PROGRAM, wait_for
 HERE = Path(__file__).parent
 ADDRESSES = "10.199.7.1", "10.199.7.2"
 NEW_NET, NEW_UTS, NEW_TIME = 0x40000000, 0x04000000, 0x80  # of unshare(2) and setns(2)
-_ports = itertools.count(29600)
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["pytest", "mpkit", *NEEDED, __name__])
 
@@ -57,26 +55,25 @@ def why_not() -> str:
 
 @dataclass
 class Started:
-    """A torchrun or a rank on one of the hosts, and the file of what it prints."""
+    """A rank on one of the hosts, and the file of what it prints."""
 
     host: int
-    process: subprocess.Popen[bytes] | ForkServerProcess
+    process: ForkServerProcess
     output: Path
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
-        return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+        return self.process.exitcode
 
     def kill(self) -> None:
-        """Kill it, and the ranks of a torchrun, which are in sessions of their own."""
-        for pid in [*descendants(self.process.pid or 0), self.process.pid or 0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill it, and what it has forked: each rank leads a session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
 
 
 @dataclass
 class Job:
-    """A launch: a torchrun per host, or the ranks."""
+    """A launch: the ranks, and the store that they do not serve."""
 
     started: list[Started]
     store: ForkServerProcess | None = None
@@ -117,25 +114,14 @@ class Job:
             self.store.kill()
 
 
-def torchrun(ranks: int, *command: str | Path) -> Job:
-    """Start ranks on this machine with torchrun."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return Job([_run([*agent, *map(str, command)], 0)])
-
-
 def forked(ranks: int, script: Path, *args: str) -> Job:
-    """Start ranks on this machine as torchrun would, by forks."""
-    return launched(ranks, script, {}, *args)[0]
-
-
-def launched(ranks: int, script: Path, environment: dict[str, object], *args: str) -> tuple[Job, int]:
-    """Do the same with further variables, and return the port of the store too."""
+    """Start ranks on this machine as torchrun would."""
     port, store = _store("127.0.0.1", "")
     started = []
     for rank in range(ranks):
-        variables = _as_torchrun(rank, ranks, rank, ranks, 0, "127.0.0.1", port) | environment
+        variables = _as_torchrun(rank, ranks, rank, ranks, 0, "127.0.0.1", port)
         started.append(_fork(0, "", "", 0.0, variables, script, args))
-    return Job(started, store), port
+    return Job(started, store)
 
 
 def _as_torchrun(
@@ -147,31 +133,16 @@ def _as_torchrun(
     }  # fmt: skip
 
 
-def _run(command: Sequence[str], host: int) -> Started:
-    output = _new_file()
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    return Started(host, process, output)
-
-
 def _fork(
     host: int, namespace: str, name: str, ahead: float, variables: dict[str, object], script: Path, args: Sequence[str]
 ) -> Started:  # fmt: skip
-    output = _new_file()
-    where = namespace, name, ahead
+    handle, path = tempfile.mkstemp(prefix="mpkit-nodes-")
+    os.close(handle)
+    output, where = Path(path), (namespace, name, ahead)
+    atexit.register(output.unlink, missing_ok=True)
     process = _forks.Process(target=_rank, args=(where, variables, str(script), args, output), daemon=True)
     process.start()
     return Started(host, process, output)
-
-
-def _new_file() -> Path:
-    handle, name = tempfile.mkstemp(prefix="mpkit-nodes-")
-    os.close(handle)
-    atexit.register(Path(name).unlink, missing_ok=True)
-    return Path(name)
 
 
 # ---- in a forked process ---------------------------------------------------------------------------------------
@@ -205,18 +176,13 @@ def _enter(namespace: str, name: str, ahead: float) -> None:
         _call("unshare", NEW_UTS)
         socket.sethostname(name)
     if ahead:
-        unshare_time(ahead)
+        _call("unshare", NEW_TIME)
+        seconds, rest = divmod(ahead, 1.0)
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {int(seconds)} {int(rest * 1e9)}\n")
         child = os.fork()  # the clock is that of the children
         if child:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def unshare_time(ahead: float) -> None:
-    """Let this process's children have a monotonic clock that is ahead."""
-    _call("unshare", NEW_TIME)
-    seconds, rest = divmod(ahead, 1.0)
-    Path("/proc/self/timens_offsets").write_text(f"monotonic {int(seconds)} {int(rest * 1e9)}\n")
 
 
 def _call(name: str, *args: int) -> None:
@@ -280,25 +246,9 @@ class TwoHosts:
                 ["ip", "netns", "exec", name, "tc", "qdisc", "del", "dev", end, "root"], check=False
             )
 
-    def cut(self) -> None:
-        """Take the link down, as when a host dies without a word."""
-        _do(f"ip -n {self.names[1]} link set {self.ends[1]} down")
-
-    def fix(self) -> None:
-        _do(f"ip -n {self.names[1]} link set {self.ends[1]} up")
-
-    def start(self, launcher: str, script: Path, *args: str, ahead: float = 0.0) -> Job:
-        """Start two ranks on each host: with "torchrun", or forked with the variables of "torchrun's" or "srun's".
-
-        The second host's clock is `ahead` seconds.
-        """
-        if launcher == "torchrun":
-            return self._torchrun(script, args, ahead)
-        store = None
-        if launcher == "torchrun's":
-            port, store = _store(ADDRESSES[0], self.names[0])
-        else:  # rank 0 serves the store
-            port = next(_ports)
+    def start(self, script: Path, *args: str, ahead: float = 0.0, srun: bool = False) -> Job:
+        """Start two ranks on each host, with the variables of torchrun or srun; the second host's clock is ahead."""
+        port, store = (29600, None) if srun else _store(ADDRESSES[0], self.names[0])  # srun: rank 0 serves it
         started = []
         for rank in range(4):
             node, local = divmod(rank, 2)
@@ -311,28 +261,6 @@ class TwoHosts:
             where = self.names[node], f"node-{'ab'[node]}", ahead * node
             started.append(_fork(node, *where, variables, script, args))
         return Job(started, store)
-
-    def _torchrun(self, script: Path, args: Sequence[str], ahead: float) -> Job:
-        port, agents = next(_ports), []
-        for number, (name, end) in enumerate(zip(self.names, "ab", strict=True)):
-            command = ["ip", "netns", "exec", name, sys.executable, str(HERE / "host.py"), f"node-{end}"]
-            command += [str(ahead * number), sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "2"]
-            command += ["--master-addr", ADDRESSES[0], "--master-port", str(port), str(script), *args]
-            agents.append(_run(command, number))
-        return Job(agents)
-
-
-def descendants(pid: int) -> Sequence[int]:
-    """The processes below one; once it has ended they are its no more."""
-    found = []
-    for each in subprocess.run(["ps", "-eo", "pid,ppid,pgid"], capture_output=True, text=True).stdout.split(
-        "\n"
-    )[1:]:
-        fields = each.split()
-        if fields and int(fields[1]) == pid:
-            found += [int(fields[0]), *descendants(int(fields[0]))]
-    return found
 
 
 def _do(command: str) -> None:

@@ -1,4 +1,4 @@
-"""Two hosts of two ranks each: network namespaces, two torchruns, one training. One host's clock is 300 ms ahead."""
+"""Two hosts of two ranks each: network namespaces, one training. One host's clock is 300 ms ahead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.nodes.train_plans import job
 AHEAD = 0.3
 SLOW = 100e6 / 8  # bytes per second
 
-LAUNCHERS = ["torchrun's", pytest.param("torchrun", marks=pytest.mark.soak)]
-
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 
@@ -33,14 +31,12 @@ def hosts() -> Iterator[TwoHosts]:
     hosts.close()
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def trained(
-    request: pytest.FixtureRequest, hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def trained(hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each rank told, and the folder of the traces; the last training had a link of 100 Mbit/s."""
     folder = tmp_path_factory.mktemp("two-hosts")
     names = ["ddp", "pipeline", "mesh", "mesh-tp", "wait", "wide"]
-    running = hosts.start(request.param, HERE / "train_plans.py", str(folder), *names, ahead=AHEAD)
+    running = hosts.start(HERE / "train_plans.py", str(folder), *names, ahead=AHEAD)
     try:
         running.wait_for_files([folder / f"waits{rank}" for rank in range(4)])
         # Not every kernel has netem; without it the link has a rate, and no delay of its own.
@@ -116,25 +112,23 @@ def test_a_slow_link_shows_as_exposed_communication(trained: dict[str, Any]) -> 
 
 
 def test_under_srun_rank_0_serves_the_store(hosts: TwoHosts, tmp_path: Path) -> None:
-    running = hosts.start("srun's", HERE / "train_plans.py", str(tmp_path), "ddp", "mesh")
+    running = hosts.start(HERE / "train_plans.py", str(tmp_path), "ddp", "mesh", srun=True)
     assert running.wait() == [0] * 4, "\n".join(running.outputs)
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(4)]
     assert all(each["mesh"]["losses"] == told[0]["mesh"]["losses"] for each in told)
     assert told[0]["ddp"]["losses"] == pytest.approx(told[0]["mesh"]["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_an_error_ends_all_and_its_node_says_why(hosts: TwoHosts, launcher: str, tmp_path: Path) -> None:
-    running = hosts.start(launcher, HERE / "fail.py", "raise", str(tmp_path))
+def test_an_error_ends_all_and_its_node_says_why(hosts: TwoHosts, tmp_path: Path) -> None:
+    running = hosts.start(HERE / "fail.py", "raise", str(tmp_path))
     assert all(running.wait()), "\n".join(running.outputs)
     said = r"rank 3 of 4 on node-b failed in step 5: RuntimeError: the disk of rank 3 is on fire"
     assert re.search(said, running.outputs[1])
     assert re.search(r'fail\.py", line \d+, in work\n.*raise RuntimeError', running.outputs[1])
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_each_node_says_where_its_ranks_hang(hosts: TwoHosts, launcher: str, tmp_path: Path) -> None:
-    running = hosts.start(launcher, HERE / "fail.py", "hang for 2 s", str(tmp_path))
+def test_each_node_says_where_its_ranks_hang(hosts: TwoHosts, tmp_path: Path) -> None:
+    running = hosts.start(HERE / "fail.py", "hang for 2 s", str(tmp_path))
     assert all(running.wait()), "\n".join(running.outputs)
     text = "\n".join(running.outputs)
     assert re.search(
@@ -143,12 +137,9 @@ def test_each_node_says_where_its_ranks_hang(hosts: TwoHosts, launcher: str, tmp
     assert "ranks of this node wait for each other" in text and "whose node says where it is" in text
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", ["kill3", "die"])
-def test_a_rank_or_host_that_dies_ends_the_others(
-    hosts: TwoHosts, launcher: str, tmp_path: Path, how: str
-) -> None:
-    running = hosts.start(launcher, HERE / "fail.py", how, str(tmp_path))
+def test_a_rank_or_host_that_dies_ends_the_others(hosts: TwoHosts, tmp_path: Path, how: str) -> None:
+    running = hosts.start(HERE / "fail.py", how, str(tmp_path))
     if how == "die":
         running.wait_for_files([tmp_path / "there"])
         running.kill(1)

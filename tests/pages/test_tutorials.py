@@ -69,21 +69,6 @@ def test_tutorials_use_what_is_public() -> None:
 IMPORT = re.compile(r"^ *(?:from|import) ((?:mpkit|examples)[\w.]*)", re.M)
 
 
-def test_tutorials_have_exact_cells() -> None:
-    books = [nbformat.read(path, as_version=4) for path in NOTEBOOKS.glob("*.ipynb")]
-    exact = [sum(has_tag(cell, "exact") for cell in book.cells) for book in books]
-    assert min(exact) >= 1
-    assert sum(exact) >= 30
-
-
-def test_pictures_have_words() -> None:
-    for path in NOTEBOOKS.glob("*.ipynb"):
-        for cell in nbformat.read(path, as_version=4).cells:
-            for output in cell.get("outputs", []):
-                if "image/png" in output.get("data", {}):
-                    assert output.metadata["image/png"]["alt"], f"{path.name}: make notebooks"
-
-
 def has_tag(cell: Any, tag: str) -> bool:
     return tag in cell.metadata.get("tags", [])
 

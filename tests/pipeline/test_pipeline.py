@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.plan.schedule import NAMES, Action, Schedule
+from mpkit.plan.schedule.catalogue import has_pairs
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 from tests.schedule.orders import in_random_order, random_holders
-from tests.serial import EXACT, Train, same
+from tests.serial import EXACT, Train
 
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 
@@ -37,9 +38,6 @@ def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:
     """A plan of a schedule; with two stages per rank where it can have several."""
     v = {"virtual_stages": 2} if name in LOOPS else {}
     return mk.Plan(pp=p, schedule=name, microbatches=m, **v, **how)
-
-
-# ---------------------------------------------------------------- every schedule, every model of the kit
 
 
 # ---------------------------------------------------------------- 200 random schedules, backwards whole and split
@@ -112,12 +110,6 @@ def test_random_valid_schedules_run_and_give_serial_gradients(
             torch.testing.assert_close(grad, wanted[name], **EXACT)
 
 
-# ---------------------------------------------------------------- loss, clipping, 16 bits, checkpoints
-
-
-# ---------------------------------------------------------------- random state
-
-
 # ---------------------------------------------------------------- memory
 
 
@@ -149,37 +141,26 @@ def test_peak_live_activations_are_the_schedules(train: Train, name: str, recomp
             assert want + 2 * k - 1 <= found <= want + 2 * k + 8, (measured, live)
 
 
-class Attend(nn.Module):
-    """Attention with dropout within, and for the first half of the heads a mask, by position and by name."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        mask = torch.ones(x.shape[1], x.shape[1]).tril().bool()
-        y = F.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], mask, 0.3)
-        z = F.scaled_dot_product_attention(
-            query=q[:, 1:], key=k[:, 1:], value=v[:, 1:], dropout_p=0.3, is_causal=True
-        )
-        return self.out(torch.cat([y, z], 1).transpose(1, 2).flatten(2)).tanh()
+# ---- what it records and says
 
 
-@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.soak), "zbv"])
-def test_selective_recomputation_keeps_no_scores_and_changes_nothing(train: Train, name: str) -> None:
-    """Korthikanti et al. 2023, section 5: what a layer keeps of the scores grows with the square of the length."""
-    torch.manual_seed(9)
-    time, width = 64, 8
-    model = nn.Sequential(*(Attend(width) for _ in range(4))).double()
-    data = [(normal(8, time, width), normal(8, time, width))]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 3}
-    plan = plan_of(name, 2, 4)
-    all_kept = train(model, data, plan, **how)
-    run = train(model, data, replace(plan, recompute="selective"), **how)
-    same(run, all_kept.losses, all_kept.state_dict(), rtol=1e-12, atol=1e-14)
-    scores = 2 * 2 * time**2 * 8  # of a micro-batch of 2, of 2 heads
-    held = zip(run.timeline().peak_memory, all_kept.timeline().peak_memory, strict=True)
-    for less, more in held:
-        assert more["activations"] - less["activations"] > 4 * scores
-        assert less["activations"] < 0.6 * more["activations"]
+def test_a_loss_that_is_nan_is_said_once_with_its_step(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(15)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    good, bad = (normal(4, 3), normal(4, 2)), (normal(4, 3) * torch.nan, normal(4, 2))
+    run = train(model, [good, good, bad], mk.Plan.gpipe(2, 2), loss=F.mse_loss, optimizer=sgd, steps=5)
+    said = [line for line in capsys.readouterr().out.splitlines() if "the loss is nan" in line]
+    assert len(said) == 1
+    assert "step 2" in said[0]
+    assert [loss == loss for loss in run.losses] == [True, True, False, False, False]
+
+
+ONE_STAGE = [name for name in NAMES if mk.Plan(schedule=name).stages == 1 and not has_pairs(name)]
+"""Not that of pairs, whose forwards run with the backward of the micro-batch before."""
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_with_one_stage_every_schedule_goes_back_before_the_next_micro_batch(name: str) -> None:
+    assert str(mk.Plan(schedule=name, microbatches=3).build()) == "rank 0 | F0 B0 -- F1 B1 -- F2 B2 --"

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.trace import Kind
 from tests.mesh.test_mesh_training import tokens
-from tests.recipes import adamw, logits_loss
+from tests.recipes import adamw
 from tests.serial import Train, check_equal
 
 pytestmark = [
@@ -25,7 +24,6 @@ pytestmark = [
 ]
 
 S, H = 16, 16
-BOUNDARY = 4 * S * H * 8
 """Bytes between two blocks: of 4 sequences, in fp64."""
 
 
@@ -34,51 +32,7 @@ def gpt(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     return GPT(vocab=32, layers=layers, width=H, heads=2, length=S, dropout=dropout).double()
 
 
-def llama(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=H, intermediate_size=2 * H, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=S,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double()
-
-
-MODELS: dict[str, tuple[Callable[..., nn.Module], Any]] = {
-    "gpt": (gpt, next_token_loss),
-    "llama": (llama, logits_loss),
-}
-
-
-# ---- equal to serial training ------------------------------------------------------------------------------------
-
-
 # ---- what is held ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", MODELS)
-def test_one_stage_holds_the_boundaries_and_one_block(
-    train: Train, clusters: Callable[[int], mk.Cluster], kind: str
-) -> None:
-    """Played; and real, of the deeper model, to the byte the same."""
-    make, loss = MODELS[kind]
-    data = tokens(4, S, 32)
-    how: dict[str, Any] = {"loss": loss, "optimizer": adamw}
-
-    def played(layers: int, again: str) -> int:
-        plan = mk.Plan(recompute=again)
-        trace = mk.trace_fake(lambda: make(layers), plan, batch=data[0], cluster=clusters(1), **how)
-        return mk.Timeline.of(trace).peak_memory[0]["activations"]
-
-    kept = {layers: played(layers, "none") for layers in (2, 6)}
-    block = (kept[6] - kept[2]) / 4
-    rest = kept[2] - 2 * block
-    full = {layers: played(layers, "full") for layers in (2, 6)}
-    assert full[6] - full[2] == 4 * BOUNDARY
-    assert full[6] <= 6 * BOUNDARY + block + rest
-    assert full[6] < played(6, "every=2") <= 3 * BOUNDARY + 4 * block + rest
-    run = train(make(6), data, mk.Plan(recompute="full"), steps=2, **how)
-    assert run.timeline().peak_memory[0]["activations"] == full[6]
 
 
 def test_the_recomputation_is_seen(train: Train, clusters: Callable[[int], mk.Cluster]) -> None:

@@ -117,29 +117,6 @@ def reordered(rank: int) -> None:
     Feed.take = take  # type: ignore[method-assign]
 
 
-def others_samples(rank: int) -> None:
-    """Each rank takes the samples of replica 0."""
-    original = Feed.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self._place = 0
-
-    Feed.__init__ = init  # type: ignore[method-assign]
-
-
-def weights_of_parts(rank: int) -> None:
-    """The first micro-batch counts twice."""
-    original = Feed.take
-
-    def take(self: Any, step: int) -> Any:
-        made = original(self, step)
-        made[0].weight *= 2
-        return made
-
-    Feed.take = take  # type: ignore[method-assign]
-
-
 def lost_buffers(rank: int) -> None:
     """Buffers are as they were before the step."""
 
@@ -210,14 +187,6 @@ def own_norm(rank: int) -> None:
     Update._clip = lambda self, gradients, limit: original(self, gradients, 2 * limit)  # type: ignore[method-assign]
 
 
-def lost_states(rank: int) -> None:
-    """The optimizer forgets its states after the first step."""
-    after(Update, "step", lambda self, *_: self.optimizer and [
-        value.zero_() for state in self.optimizer.state.values() for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim()
-    ])  # fmt: skip
-
-
 def no_decay(rank: int) -> None:
     """Groups have no weight decay."""
 
@@ -281,15 +250,12 @@ def dropped_microbatch(rank: int) -> None:
 
 FAULTS: dict[str, Callable[[int], None]] = {
     "twice the gradient": scaled(2.0),
-    "half of the gradient": scaled(0.5),
     "the last parameter's gradient": scaled(1.01, last=True),
     "the sign": scaled(-1.0),
     "one rank's gradient": on(0, scaled(1.1)),
     "an element": element,
     "mode": mode,
     "reordered": reordered,
-    "others' samples": others_samples,
-    "weights of parts": weights_of_parts,
     "a dropped micro-batch": dropped_microbatch,
     "buffers": lost_buffers,
     "draws": shared_draws,
@@ -297,7 +263,6 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "no update": no_update,
     "late rate": late_rate,
     "norm": own_norm,
-    "states": lost_states,
     "decay": no_decay,
     "loss": other_loss,
     "not reduced": not_reduced,

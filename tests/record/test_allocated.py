@@ -6,7 +6,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -78,35 +77,6 @@ def test_communication_within_an_action_does_not_look(tmp_path: Path, cuda: Fake
     assert totals(tmp_path) == []
     record.end(outer)
     assert totals(tmp_path) == [8, 0, 8]
-
-
-def test_the_spike_of_a_backward_is_in_every_step_at_its_peak(tmp_path: Path, cuda: FakeCuda) -> None:
-    """Steps 0 and 1 are measured, the others played; the spike is the allocator's own in each."""
-    record = Recorder(tmp_path, 0)
-    spikes = [5000, 5000, 6000, 4000]
-    for step, spike in enumerate(spikes):
-        with record.step(step):
-            record.begin_memory("key")
-            op = record.begin(Kind.FORWARD)
-            x = torch.ones(3, 4)
-            cuda.take(48)
-            record.ledger.track(x, "activations")
-            record.end(op)
-            op = record.begin(Kind.BACKWARD)
-            cuda.take(spike, -spike)
-            if record.allocated is not None and not record.memory.playing:
-                record.allocated.look()  # as before each gradient
-            del x
-            cuda.take(-48)
-            record.end(op)
-            assert sum(record.ledger.held.values()) == cuda.now == 0
-    rank = read_rank(tmp_path, 0)
-    steps = rank.ops["step"][rank.memory["op"] - 1]
-    sums, kept = np.array(totals(tmp_path)), CATEGORIES.index("activations")
-    beside = np.cumsum(np.where(rank.memory["category"] == kept, rank.memory["delta"], 0))
-    for step, spike in enumerate(spikes):
-        assert sums[steps == step].max() == 48 + spike
-        assert beside[steps == step][sums[steps == step].argmax()] == 48
 
 
 @given(st.lists(st.tuples(st.sampled_from(["named", "unnamed", "freed", "op"]), st.integers(1, 10**6))))

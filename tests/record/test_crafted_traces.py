@@ -16,7 +16,7 @@ import pytest
 import mpkit as mk
 from mpkit.errors import TraceError
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import MEMORY, Kind, Trace
+from mpkit.trace import HEADER, MEMORY, OP, Kind, Trace
 from mpkit.trace.record.recorder import Recorder
 from mpkit.views.timeline.svg import svg
 
@@ -115,3 +115,35 @@ def test_names_are_only_read(tmp_path: Path) -> None:
     assert any("\\x1b[2J" in name for name in timeline.names)
     timeline.to_html(tmp_path / "a.html")
     assert "<script>\\" not in (tmp_path / "a.html").read_text()
+
+
+STEPS = 100
+
+
+def killed(folder: Path) -> list[float]:
+    """The losses of a rank that recorded so many steps and never ended."""
+    recorder = Recorder(folder, 0)
+    losses = [1.0 / (1 + step) for step in range(STEPS)]
+    for step, loss in enumerate(losses):
+        with recorder.step(step):
+            recorder.ledger.change(("params", 100))
+            recorder.end(recorder.begin(Kind.FORWARD, f"layer {step}", microbatch=0))
+            recorder.loss(loss)
+    return losses
+
+
+@pytest.mark.parametrize("page", range(1, 5))
+def test_a_page_that_a_killed_run_lost(tmp_path: Path, page: int) -> None:
+    losses = killed(tmp_path)
+    path = tmp_path / "rank0.ops"
+    data = bytearray(path.read_bytes())
+    end = HEADER.itemsize + 2 * STEPS * OP.itemsize
+    data[4096 * page : 4096 * (page + 1)] = bytes(4096)
+    path.write_bytes(data)
+    if 4096 * (page + 1) < end:
+        with pytest.raises(TraceError, match=r"rank0\.ops is damaged: record number \d+ is empty"):
+            Trace.load(tmp_path)
+        return
+    read = Trace.load(tmp_path)  # the last page never came to the disk: the run as it was before
+    assert 0 < len(read.losses) < STEPS
+    assert read.losses == losses[: len(read.losses)]

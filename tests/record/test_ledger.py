@@ -65,16 +65,6 @@ def test_a_storage_that_is_resized_is_counted_anew(record: Recorder) -> None:
     assert held(record.ledger) == {"params": 40}
 
 
-def test_changes_say_during_which_op_they_happened(tmp_path: Path, record: Recorder) -> None:
-    record.ledger.change(("buffers", 1))
-    for _ in range(2):
-        record.end(record.begin(Kind.FORWARD))
-        record.ledger.change(("buffers", 1))
-    memory = read_rank(tmp_path, 0).memory
-    assert list(memory["op"]) == [0, 1, 2]
-    assert (np.diff(memory["time"]) >= 0).all()
-
-
 def test_deaths_in_the_middle_of_recording_are_all_written(tmp_path: Path, record: Recorder) -> None:
     """The garbage collector finds cycles of tensors whenever it pleases, also while a change is being written."""
 

@@ -53,41 +53,6 @@ def test_every_column_lands_where_the_format_says(tmp_path: Path, record: Record
     }  # fmt: skip
 
 
-def test_compute_ops_nest_and_communication_overlaps(tmp_path: Path, record: Recorder) -> None:
-    outer = record.begin(Kind.FORWARD)
-    send = record.begin(Kind.SEND)
-    inner = record.begin(Kind.FORWARD)
-    record.end(inner)
-    record.end(outer)
-    wait = record.begin(Kind.WAIT, ref=send)
-    record.end(send)
-    record.end(wait)
-    ops = read_rank(tmp_path, 0).ops
-    assert list(ops["depth"]) == [0, 0, 1, 0]
-    assert list(ops["lane"]) == [Lane.COMPUTE, Lane.COMM, Lane.COMPUTE, Lane.COMPUTE]
-    assert ops["end"][send] > ops["end"][outer] > ops["end"][inner]
-
-
-def test_however_deep_ops_nest_they_are_recorded(tmp_path: Path, record: Recorder) -> None:
-    for _ in range(300):
-        record.begin(Kind.COMPUTE)
-    assert list(read_rank(tmp_path, 0).ops["depth"]) == [min(n, 255) for n in range(300)]
-
-
-def test_an_op_ends_what_was_left_open_in_it(tmp_path: Path, record: Recorder) -> None:
-    outer = record.begin(Kind.BACKWARD)
-    middle = record.begin(Kind.BACKWARD)
-    record.begin(Kind.BACKWARD)
-    record.end(outer)
-    ended = read_rank(tmp_path, 0).ops
-    assert ended["end"].all()
-    assert (ended["cpu"] > 0).all()
-    record.end(middle)  # once more changes nothing
-    assert read_rank(tmp_path, 0).ops.tobytes() == ended.tobytes()
-    record.begin(Kind.FORWARD)
-    assert read_rank(tmp_path, 0).ops["depth"][-1] == 0
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(["begin", "end", "drop", "send"]), st.integers(0, 30)), max_size=30)
 )
@@ -127,21 +92,6 @@ def test_any_order_of_beginnings_and_ends(
     record.close("finished")
 
 
-def test_cpu_time_is_that_of_the_thread(tmp_path: Path) -> None:
-    """Also right after another op, where the recorder saves itself a look at the CPU clock."""
-    wall, cpu = 1_000_000_000, 5_000_000
-    record = Recorder(tmp_path, 0, now=lambda: wall, thread_time=lambda: cpu)
-    for pause in (0, 100_000, 900_000):  # the core is another process's for the third one
-        wall, cpu = wall + pause, cpu + min(pause, 100_000)
-        index = record.begin(Kind.FORWARD)
-        wall, cpu = wall + 5_000_000, cpu + 2_000_000
-        record.end(index)
-    index = record.begin(Kind.FORWARD)
-    wall, cpu = wall + 150_000, cpu + 150_000
-    record.end(index)  # so short that its CPU time is taken for that of the wall clock
-    assert read_rank(tmp_path, 0).ops["cpu"].tolist() == [2_000_000] * 3 + [150_000]
-
-
 def test_steps_and_losses(tmp_path: Path, record: Recorder) -> None:
     for number in range(2):
         with record.step(number):
@@ -163,19 +113,6 @@ def test_steps_and_losses(tmp_path: Path, record: Recorder) -> None:
     assert rank.state == "failed"
 
 
-def test_a_span_has_the_place_of_the_op_around_it(tmp_path: Path, record: Recorder) -> None:
-    with record.step(4):
-        index = record.begin(Kind.FORWARD, stage=2, microbatch=3)
-        with record.span("attention", flops=8.0, nbytes=16):
-            assert record.current == (4, 2, 3)
-        record.end(index)
-        assert record.current == (4, None, None)
-    rank = read_rank(tmp_path, 0)
-    op = rank.ops[-1]
-    assert (op["kind"], op["depth"], op["stage"], op["microbatch"], op["step"]) == (Kind.COMPUTE, 1, 2, 3, 4)
-    assert (op["flops"], op["bytes"], rank.name(op["name"])) == (8.0, 16, "attention")
-
-
 def test_what_failed_stays_open_and_current_says_where(tmp_path: Path, record: Recorder) -> None:
     with pytest.raises(ZeroDivisionError), record.step(1):
         record.begin(Kind.FORWARD, stage=0, microbatch=5)
@@ -183,16 +120,6 @@ def test_what_failed_stays_open_and_current_says_where(tmp_path: Path, record: R
             _ = 1 / 0
     assert record.current == (1, 0, 5)
     assert not read_rank(tmp_path, 0).ops["end"].any()
-
-
-def test_a_failure_that_is_caught_is_forgotten_with_the_next_op(tmp_path: Path, record: Recorder) -> None:
-    with pytest.raises(ZeroDivisionError), record.span("outer"), record.span("inner"):
-        _ = 1 / 0
-    assert record.current == (None, None, None)
-    with record.span("next"):
-        pass
-    assert list(read_rank(tmp_path, 0).ops["depth"]) == [0, 1, 0]
-    assert [bool(end) for end in read_rank(tmp_path, 0).ops["end"]] == [False, False, True]
 
 
 def test_files_grow_past_their_first_capacity_and_shrink_to_what_is_used(
@@ -210,44 +137,6 @@ def test_files_grow_past_their_first_capacity_and_shrink_to_what_is_used(
     assert list(rank.memory["op"]) == list(range(2, 20_002))
     assert (tmp_path / "rank0.ops").stat().st_size == HEADER.itemsize + 20_001 * OP.itemsize
     assert (tmp_path / "rank0.mem").stat().st_size == HEADER.itemsize + 20_000 * MEMORY.itemsize
-
-
-def test_nothing_is_recorded_after_the_end(tmp_path: Path, record: Recorder) -> None:
-    left_open = record.begin(Kind.FORWARD)
-    record.close("finished")
-    before = read_rank(tmp_path, 0)
-    assert record.begin(Kind.FORWARD) == -1
-    record.end(-1)
-    record.end(left_open)
-    record.ledger.change(("params", 8))
-    record.close("failed")
-    after = read_rank(tmp_path, 0)
-    assert (len(after.ops), len(after.memory), after.state) == (len(before.ops), 0, "finished")
-
-
-FILLS_THE_DISK = """
-import pathlib, resource, sys, warnings
-from mpkit.trace.record.recorder import Recorder
-from mpkit.trace import Kind
-resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))  # a file may have so many bytes
-warnings.simplefilter("always")
-record = Recorder(pathlib.Path(sys.argv[1]), 0)
-found = [record.begin(Kind.SEND) for _ in range(5000)]
-for index in found:
-    record.end(index)
-assert found == [*range(4096), *[-1] * (5000 - 4096)], found
-record.close("finished")
-"""
-
-
-def test_a_full_disk_costs_the_rest_of_the_trace_and_not_the_run(tmp_path: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", FILLS_THE_DISK, tmp_path], capture_output=True, text=True, check=True
-    )
-    assert child.stderr.count("recording stops after 4,096 records, the run goes on") == 1
-    rank = read_rank(tmp_path, 0)
-    assert len(rank.ops) == 4096
-    assert rank.ops["end"].all()
 
 
 FORKS = """

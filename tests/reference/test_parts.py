@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.reference.experts.balance import (
-    auxiliary_loss,
-    drop_beyond_capacity,
-    move_bias,
-    route_with_bias,
-)
 from mpkit.strategies.reference.experts.expert_parallel import expert_parallel
 from mpkit.strategies.reference.experts.mixture_of_experts import mixture_of_experts
 from mpkit.strategies.reference.ring_attention import ring_attention
@@ -164,46 +157,9 @@ def test_ulysses(clusters: Clusters) -> None:
     assert communicated(clusters(c)) == {("ALL_TO_ALL", q.nbytes // c): 8}
 
 
-def test_an_mlp_sends_what_the_plan_does(clusters: Clusters) -> None:
-    """A column- and a row-parallel layer: one all-reduce of the input's size per direction."""
-    (X, A, B), how = tensors((4, 6), (6, 8), (8, 6)), {"loss": F.mse_loss, "steps": 1}
-    X = X.clone()
-    model = nn.Sequential(
-        nn.LayerNorm(6), nn.Linear(6, 8, bias=False), nn.GELU(), nn.Linear(8, 6, bias=False)
-    ).double()
-    run = clusters(2).train(model, [(X, X)], mk.Plan(tp=2), optimizer=_sgd, **how).wait()
-    ops = run.trace.ranks[0].ops
-    by_plan = ops[(ops["kind"] == Kind.ALL_REDUCE) & (ops["step"] == 0)]["bytes"].tolist()
-    parts = [[X, A.chunk(2, dim=1)[i], B.chunk(2)[i]] for i in range(2)]
-    on_ranks(clusters(2), parallel_mlp, parts)
-    assert communicated(clusters(2)) == Counter(("ALL_REDUCE", nbytes) for nbytes in by_plan)
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def moe_parts() -> tuple[list[Tensor], int]:
     """x, W, A, B of 12 tokens and 4 experts, and k."""
     return tensors((12, 6), (6, 4), (4, 6, 5), (4, 5, 6)), 2
-
-
-def by_hand(x: Tensor, W: Tensor, A: Tensor, B: Tensor, k: int) -> Tensor:
-    """Token by token."""
-    p, rows = (x @ W).softmax(-1), []
-    for token, probabilities in zip(x, p, strict=True):
-        best = probabilities.sort(descending=True).indices[:k].tolist()
-        total = sum(probabilities[e] for e in best)
-        rows.append(sum(probabilities[e] / total * (F.gelu(token @ A[e]) @ B[e]) for e in best))
-    return torch.stack(rows)
-
-
-def test_a_mixture_of_experts() -> None:
-    given, k = moe_parts()
-    close(
-        differentiate(lambda *g: mixture_of_experts(*g, k), *given),
-        differentiate(lambda *g: by_hand(*g, k), *given),
-    )
 
 
 @pytest.mark.parametrize("hot", [False, True])
@@ -224,26 +180,3 @@ def test_expert_parallelism(clusters: Clusters, hot: bool) -> None:
     assert sum(sent.values()) == 5 and sent["ALL_TO_ALL", 4 * 8] == 1
     if hot:  # rank 0 sends its own rows to itself, and receives all others
         assert sent == {("ALL_TO_ALL", 32): 1, ("ALL_TO_ALL", 12 * 6 * 8): 2, ("ALL_TO_ALL", 24 * 6 * 8): 2}
-
-
-def test_balance_of_experts() -> None:
-    """The auxiliary loss is 1 for uniform routing, and E for one expert; a bias moves choices, and no weights."""
-    uniform, E = torch.full((8, 4), 0.25), 4
-    assert auxiliary_loss(uniform, torch.arange(8).view(8, 1) % E).item() == pytest.approx(1.0)
-    one = F.one_hot(torch.zeros(8, dtype=torch.long), E).float()
-    assert auxiliary_loss(one, torch.zeros(8, 1, dtype=torch.long)).item() == pytest.approx(E)
-    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 6)
-    chosen, weights = route_with_bias(p, torch.tensor([-1.0, 0.0, 0.0, 0.0]), 2)
-    assert chosen.tolist() == [[1, 2]] * 6 and weights[0].tolist() == pytest.approx([0.6, 0.4])
-    assert move_bias(torch.zeros(4), chosen.flatten().bincount(minlength=4), 0.5).tolist() == [
-        0.5,
-        -0.5,
-        -0.5,
-        0.5,
-    ]
-
-
-def test_capacity_drops_the_last_tokens() -> None:
-    chosen = torch.tensor([[0, 1], [0, 2], [0, 3], [1, 0]])
-    weights, dropped = drop_beyond_capacity(chosen, torch.ones(4, 2), E=4, c=1.0)  # C = 2
-    assert weights.tolist() == [[1, 1], [1, 1], [0, 1], [1, 0]] and dropped == 2

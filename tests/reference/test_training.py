@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -21,7 +20,6 @@ from mpkit.strategies.reference import (
     flat_ddp,
     hybrid_shards,
     naive_ddp,
-    two_dimensions,
     zero1,
     zero2,
     zero3,
@@ -153,22 +151,3 @@ def test_a_rank_of_1f1b_holds_what_is_under_way(clusters: Clusters) -> None:
     stages = [model[a:b] for a, b in pairwise([0, 2, 4, 6, 7])]
     assert clusters(4).run(most, one_f_one_b, stages, batches()) == [4, 3, 2, 1]
     assert clusters(4).run(most, gpipe, stages, batches()) == [8, 8, 8, 8]
-
-
-def test_two_dimensions(clusters: Clusters) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16, bias=False), nn.GELU(), nn.Linear(16, 4, bias=False)).double()
-    given = batches(4)
-    expected, _ = serial(model, given, loss=F.mse_loss, optimizer=adamw, steps=STEPS)
-    A, B = model[0].weight.detach().T, model[2].weight.detach().T
-    cluster = clusters(4)
-    found = cluster.run(partial(two_dimensions.train, t=2), A, B, given, F.mse_loss, adamw)
-    counted = sent(cluster.trace)
-    assert [mean(found[r][step] for r in (0, 2)) for step in range(STEPS)] == pytest.approx(
-        expected, rel=1e-12
-    )
-    assert found[0] == found[1] and found[2] == found[3]
-    run = cluster.train(
-        model, given, mk.Plan(dp=2, tp=2), loss=F.mse_loss, optimizer=adamw, steps=STEPS
-    ).wait()
-    assert payload(counted) == payload(sent(run.trace))

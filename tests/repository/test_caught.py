@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,26 +134,3 @@ def test_a_layer_that_only_fake_tensors_fail_in() -> None:
     (said,) = reports(lambda: prepared(net(OnReal()), mk.Plan.serial()))
     assert said.startswith("A micro-batch of Sequential was computed for real") and "Odd: no numbers" in said
     assert reports(lambda: prepared(net(Looks()), mk.Plan.serial())) == []
-
-
-def test_the_report_is_shown_at_the_users_line() -> None:
-    with pytest.warns(mk.errors.UnwisePlan) as caught:
-        prepared(net(OnReal()), mk.Plan.serial())
-    assert {each.filename for each in caught} == {__file__}
-
-
-# ---------------------------------------------------------------- the loss
-
-
-def test_a_loss_that_cannot_be_sent_is_refused_at_once() -> None:
-    lock = threading.Lock()
-
-    def guarded(out: Tensor, y: Tensor) -> Tensor:
-        with lock:
-            return F.mse_loss(out, y)
-
-    with pytest.raises(ValueError, match=r"The loss cannot be sent to the ranks: TypeError: .*lock"):
-        prepared(net(), mk.Plan.ddp(2), loss=guarded)
-
-
-# ---------------------------------------------------------------- ranks, and a class

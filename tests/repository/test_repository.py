@@ -121,12 +121,6 @@ def test_what_views_and_catalogue_need_ships_with_the_package(tmp_path: Path) ->
     assert {path for path in ours if path.startswith("mpkit/")} <= shipped
 
 
-# ---------------------------------------------------------------- benchmarks
-
-
-# ---------------------------------------------------------------- make
-
-
 # ---------------------------------------------------------------- installs
 
 

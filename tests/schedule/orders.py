@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from hypothesis import strategies as st
+
 from mpkit.plan.schedule import Action, Schedule
 
 
@@ -26,3 +28,16 @@ def in_random_order(actions: set[Action], holders: list[int], rng: random.Random
         done.add(action)
         rows[holders[action.stage]].append(action)
     return Schedule(rows, "random", holders)
+
+
+def random_schedule(rng: random.Random, ranks_at_least: int = 1) -> Schedule:
+    """Each backward whole or split, the stages dealt out to the ranks at will."""
+    stages = rng.randint(ranks_at_least, 5)
+    holders = random_holders(stages, rng.randint(ranks_at_least, stages), rng)
+    microbatches = rng.randint(2, 5)
+    pairs = [(stage, i) for stage in range(stages) for i in range(microbatches)]
+    actions = {Action(kind, *pair) for pair in pairs for kind in "F" + rng.choice(("B", "IW"))}
+    return in_random_order(actions, holders, rng)
+
+
+valid_schedules = st.integers(0, 2**32).map(lambda seed: random_schedule(random.Random(seed)))

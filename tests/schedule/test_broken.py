@@ -10,28 +10,9 @@ import pytest
 
 from mpkit.plan.schedule import Action, Schedule, validate
 from mpkit.plan.schedule.action import live
+from tests.schedule.orders import random_schedule
 
 Rows = list[list[Action]]
-
-
-def random_schedule(random: Random, ranks_at_least: int = 1) -> Schedule:
-    """Any order that respects dependencies, each backward whole or split, stages dealt out to the ranks at will."""
-    stages = random.randint(ranks_at_least, 5)
-    ranks = random.randint(ranks_at_least, stages)
-    m = random.randint(2, 5)
-    holders = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
-    random.shuffle(holders)
-    halves = {(s, i): random.choice(("B", "IW")) for s in range(stages) for i in range(m)}
-    left = [Action(k, s, i) for (s, i), kinds in halves.items() for k in "F" + kinds]
-    needs = Schedule([left], stage_to_rank=[0] * stages).needs
-    rows: Rows = [[] for _ in range(ranks)]
-    done: set[Action] = set()
-    while left:
-        action = random.choice([a for a in left if done.issuperset(needs(a))])
-        left.remove(action)
-        done.add(action)
-        rows[holders[action.stage]].append(action)
-    return Schedule(rows, "mine", holders)
 
 
 def finishes(rows: Rows, needs: Callable[[Action], list[Action]]) -> bool:

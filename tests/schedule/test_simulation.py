@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -28,51 +27,11 @@ def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
     assert [peak["activations"] for peak in t.peak_memory] == [8] * 4
 
 
-@given(p=st.integers(1, 8), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
-def test_bubbles_are_those_of_the_theory(p: int, m: int, forward: int, backward: int) -> None:
-    """Whatever the times, as long as the stages are equal and messages take none."""
-    for plan, bubble in (
-        (mk.Plan.gpipe(p, m), Fraction(p - 1, m + p - 1)),
-        (mk.Plan(pp=p, schedule="naive", microbatches=m), Fraction(p - 1, p)),
-    ):
-        t = mk.simulate(plan, forward, backward / 2, backward / 2)
-        assert t.bubble == pytest.approx(float(bubble))
-        assert plan.bubble_in_theory == bubble
-        assert sum(t.busy) == pytest.approx(p * m * (forward + backward))
-
-
 @given(p=st.integers(1, 6), m=st.integers(1, 8), hop=st.integers(0, 12).map(lambda n: n / 4))
 def test_hops_are_on_the_critical_path_of_gpipe_once_there_and_once_back(p: int, m: int, hop: float) -> None:
     """Messages are asynchronous, so only the first on its way there and the last on its way back are waited for."""
     t = mk.simulate(mk.Plan.gpipe(p, m), hop=hop)
     assert t.step_time == pytest.approx(3 * (m + p - 1) + 2 * (p - 1) * hop)
-
-
-@given(
-    p=st.integers(1, 5),
-    m=st.integers(1, 6),
-    times=st.lists(st.tuples(*[st.integers(0, 8).map(lambda n: n / 4)] * 3), min_size=5, max_size=5),
-)
-def test_stages_may_differ(p: int, m: int, times: list[tuple[float, float, float]]) -> None:
-    """Each action starts when those before it on its rank and those that it needs are done, and not before."""
-    forward, inputs, weights = (list(column) for column in zip(*times[:p], strict=True))
-    t = mk.simulate(mk.Plan.gpipe(p, m), forward, inputs, weights)
-    ends: dict[tuple[str, int, int], float] = {}
-    spans = t.spans[t.spans["lane"] == 0]
-    letters = {int(Kind.FORWARD): "F", int(Kind.BACKWARD): "B"}
-    work = [span for span in spans if int(span["kind"]) in letters]
-    for span in work:
-        ends[letters[int(span["kind"])], int(span["stage"]), int(span["microbatch"])] = float(span["end"])
-    free = [0.0] * p
-    for span in work:  # by rank, then start, which is each rank's program order
-        kind, stage, i = letters[int(span["kind"])], int(span["stage"]), int(span["microbatch"])
-        above = ends["F", stage - 1, i] if kind == "F" and stage else 0.0
-        below = ends["B", stage + 1, i] if kind == "B" and stage + 1 < p else 0.0
-        own = ends["F", stage, i] if kind == "B" else 0.0
-        assert span["start"] == max(free[stage], above, below, own)
-        length = forward[stage] if kind == "F" else inputs[stage] + weights[stage]
-        assert span["end"] - span["start"] == length
-        free[stage] = float(span["end"])
 
 
 def test_split_backwards_let_the_stage_before_go_on() -> None:

@@ -16,7 +16,7 @@ from mpkit.models import GPT, MLP
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.tensor import check, shard_model
 from tests.recipes import sgd
-from tests.serial import Train, check_equal
+from tests.serial import Train
 from tests.zoo.architectures import ARCHITECTURES, build
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
@@ -145,16 +145,6 @@ def test_what_else_cannot_be() -> None:
 ZOO = {one.name: one for one in ARCHITECTURES}
 
 
-def test_a_plan_with_an_entry_that_cannot_be_executed_is_refused() -> None:
-    model: Any = build(ZOO["mistral"])
-    model._tp_plan["model.layers.*.self_attn.v_proj"] = "mla_kv_a_proj"
-    with pytest.raises(ValueError, match=r"says 'mla_kv_a_proj' of 'model\.layers\.\*\.self_attn\.v_proj'"):
-        mk.tensor.find_tensor_plan(model)
-    model._tp_plan["model.layers.*.self_attn.v_proj"] = "rowwise"
-    with pytest.raises(ValueError, match="which makes no region of column layers and one row layer"):
-        mk.tensor.find_tensor_plan(model)
-
-
 def test_a_parameter_of_which_the_plan_says_nothing_is_refused() -> None:
     # Its gradients may be partial sums or whole: nobody knows.
     model: Any = build(ZOO["qwen3"])
@@ -163,35 +153,6 @@ def test_a_parameter_of_which_the_plan_says_nothing_is_refused() -> None:
         ValueError, match=r"does not say what becomes of model.layers.0.self_attn.q_norm.weight"
     ):
         mk.tensor.find_tensor_plan(model)
-
-
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.down(self.up(x).relu() * self.up(y))
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.mixed = nn.Linear(4, 4), Mixed()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        return self.mixed(x, y=x.flip(0))
-
-
-def test_a_second_input_of_a_region_is_named_or_refused(train: Train) -> None:
-    model, data = Around().double(), [(torch.randn(4, 4).double(), torch.randn(4, 4).double())]
-    plan = region("mixed", ("mixed.up",), "mixed.down")
-    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": sgd, "steps": 2}
-    with pytest.raises(ValueError, match=r"its argument y has a gradient too.*inputs=\('y',\)"):
-        train(model, data, mk.Plan(tp=2, tensor=plan), **how)
-    plan = region("mixed", ("mixed.up",), "mixed.down", inputs=("y",))
-    check_equal(train, model, data, mk.Plan(tp=2, tensor=plan), **how)
 
 
 # ---------------------------------------------------------------- plans that would compute something else

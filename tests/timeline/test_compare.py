@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.schedule import NAMES
-from mpkit.timeline.comparison import Comparison, compare_timelines
+from mpkit.timeline.comparison import Comparison
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind, Lane, lane_of
 from tests.timeline.test_timeline import timeline
@@ -26,17 +24,6 @@ TIMES = st.sampled_from([0.5, 1.0, 1.37, 2.0])
 def plan_of(name: str, p: int = 4, m: int = 8) -> mk.Plan:
     virtual = name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipev")
     return mk.Plan(pp=p, schedule=name, microbatches=m, virtual_stages=2 if virtual else 1)
-
-
-@settings(max_examples=25)
-@given(st.sampled_from(NAMES), st.data(), st.sampled_from([0.0, 0.1, 0.37]))
-def test_causes_add_up_to_the_idle_time(name: str, data: st.DataObject, hop: float) -> None:
-    plan = plan_of(name)
-    times = [data.draw(st.lists(TIMES, min_size=plan.stages, max_size=plan.stages)) for _ in range(3)]
-    t = mk.simulate(plan, *times, hop=hop)
-    found = idle_by_cause(t)
-    np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
-    assert (found >= -1e-9).all()
 
 
 @settings(max_examples=25)
@@ -129,17 +116,3 @@ def test_a_gap_is_explained_to_its_end(a: str, b: str) -> None:
     first, second = (row.timeline for row in found.rows)
     assert sum(found.gap().values()) == pytest.approx(second.step_time - first.step_time)
     assert sum(found.gap("second", "first").values()) == pytest.approx(first.step_time - second.step_time)
-
-
-def test_names_that_begin_alike_are_numbered_by_themselves() -> None:
-    t = mk.simulate(mk.Plan.gpipe(2, 2))
-    rows = compare_timelines([("a", t), ("ab", t), ("a", t), ("a", t)]).rows
-    assert [row.name for row in rows] == ["a", "ab", "a (2)", "a (3)"]
-
-
-def test_a_run_without_a_plan_is_compared_alone() -> None:
-    class Opened:
-        def timeline(self) -> mk.Timeline:
-            return replace(mk.simulate(mk.Plan.gpipe(2, 2)), meta={})
-
-    assert len(mk.compare(Opened()).rows) == 1

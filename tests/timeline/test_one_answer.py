@@ -64,8 +64,9 @@ def estimates(draw: st.DrawFn) -> Estimate:
     return mk.estimate(model, plan, machine, global_batch=batch, sequence=draw(st.sampled_from([128, 1024])))
 
 
-def of_an_estimate(guess: Estimate) -> None:
-    """Check that an estimate, its timeline and a simulation of its times agree."""
+@settings(max_examples=8, deadline=None)
+@given(estimates())
+def test_an_estimate_its_timeline_and_a_simulation_of_its_times_agree(guess: Estimate) -> None:
     step, timeline = guess.step, guess.timeline()
     assert timeline.step_time == pytest.approx(guess.step_time, rel=1e-9)
     assert sum(guess.because.values()) == pytest.approx(guess.step_time, rel=1e-9)
@@ -91,28 +92,13 @@ def of_an_estimate(guess: Estimate) -> None:
         assert messages == pytest.approx(simulated.step_time - free.step_time, abs=1e-9 * simulated.step_time)
 
 
-@settings(max_examples=12, deadline=None)
-@given(estimates())
-def test_of_estimates(guess: Estimate) -> None:
-    of_an_estimate(guess)
-
-
 PLANS = [
     mk.Plan(pp=2, schedule="1f1b", microbatches=4, dp=2),
     mk.Plan(pp=2, schedule="zbv", microbatches=4, virtual_stages=2),
 ]
-MORE = [
-    mk.Plan.zero(3, 4), mk.Plan.serial(), mk.Plan.ddp(4), mk.Plan.dp(2), mk.Plan.zero(1, 4),
-    mk.Plan.zero(2, 4, offload="optimizer"),
-    mk.Plan(tp=4, sequence_parallel=True), mk.Plan(cp=4), mk.Plan(tp=2, dp=2), mk.Plan.gpipe(4, 8, recompute="full"),
-    mk.Plan(pp=4, schedule="zb_h1", microbatches=8), mk.Plan(pp=2, schedule="interleaved_1f1b", microbatches=4,
-    virtual_stages=2),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.soak) for plan in MORE)], ids=repr
-)
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_of_a_dry_run(clusters: Callable[[int], mk.Cluster], plan: mk.Plan, tmp_path: Path) -> None:
     tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
     trace = mk.trace_fake(

@@ -159,23 +159,6 @@ def test_layers_share_their_actions_time_and_waits_within_it_come_on_top() -> No
         assert (float(actions["start"][2]), float(actions["end"][2])) == (17.5, 18.5)
 
 
-def test_copies_take_the_host_lane_and_hold_their_rank_up() -> None:
-    rank = Rank()
-    rank.compute(1.0)
-    rank.op(Kind.COPY_TO_HOST, bytes=2)
-    rank.compute(1.0)
-    timeline = play(rank)
-    assert times(timeline, 0) == [(0.0, 1.0), (1.0, 3.0), (3.0, 4.0)]
-    assert timeline.to_dataframe()["lane"].tolist() == ["compute", "host", "compute"]
-
-
-def test_on_the_machine_of_the_run_an_op_takes_the_cpu_time_it_took() -> None:
-    rank = Rank()
-    rank.compute(1e12, cpu=3_000_000_000)
-    for hardware in (None, "cpu"):
-        assert times(Timeline.of(Trace([rank.trace()], {"device": "cpu"}), hardware), 0) == [(0.0, 3.0)]
-
-
 def test_on_other_hardware_it_is_the_roofline() -> None:
     device = Device("toy", {"float32": 4.0, "bfloat16": 16.0}, bandwidth=2.0)
     toy = Hardware("toy", device, TOY.link)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
@@ -48,16 +46,6 @@ def two_optimizers(params: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
-def evaluated(model: nn.Module, data: Any, loss: Any, metric: Any) -> tuple[float, float]:
-    """The means over the samples of all batches, in plain PyTorch."""
-    model.eval()
-    with torch.no_grad():
-        each = [(loss(model(x), y).item(), metric(model(x), y).item(), len(y)) for x, y in data]
-    model.train()
-    samples = sum(n for _, _, n in each)
-    return sum(a * n for a, _, n in each) / samples, sum(b * n for _, b, n in each) / samples
-
-
 # ---- every family of plans ----------------------------------------------------------------------------------------
 
 
@@ -83,61 +71,6 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(train: Train, plan:
     assert beside.losses == alone.losses
     assert all(torch.equal(beside.state_dict()[name], value) for name, value in alone.state_dict().items())
     assert list(beside.metrics["eval noisy"]) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("plan", [{"dp": 2, "batchnorm": "local"}], ids=words)
-def test_evaluation_uses_running_statistics_and_leaves_them(train: Train, plan: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
-    data = [(torch.randn(8, 6).double(), torch.randint(0, 3, (8,))) for _ in range(2)]
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 3}
-    alone = train(model, data, mk.Plan(**plan), **how)
-    run = train(
-        model,
-        data,
-        mk.Plan(**plan),
-        **how,
-        evaluate=(data, lambda out, y: (out.argmax(1) == y).double().mean()),
-    )
-    assert run.losses == alone.losses
-    for name, value in alone.state_dict().items():
-        assert torch.equal(run.state_dict()[name], value), name
-    trained = copy.deepcopy(model)
-    trained.load_state_dict(run.state_dict())
-    loss, right = evaluated(trained, data, F.cross_entropy, accuracy)
-    assert run.metrics["eval loss"][2] == pytest.approx(loss)
-    assert run.metrics["eval metric"][2] == pytest.approx(right)
-
-
-class Skips(nn.Module):
-    """No chain: its blocks' outputs go past each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = torch.tanh(self.first(x))
-        return self.third(a + torch.tanh(self.second(a)))
-
-
-def test_a_partitioned_model_and_a_loss_that_counts(train: Train) -> None:
-    torch.manual_seed(0)
-    model = Skips().double()
-    data = [(torch.randn(n, 6).double(), torch.randint(0, 3, (n,))) for n in (8, 8, 5)]
-    for _, y in data:
-        y[::3] = -100
-    run = train(
-        model, data[:2], mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2), steps=3, optimizer=adamw,
-        loss=lambda out, y: (F.cross_entropy(out, y, reduction="sum"), (y != -100).sum()),
-        evaluate=(data, lambda out, y: {"right": ((out.argmax(1) == y).sum(), (y != -100).sum())}), every=3,
-    )  # fmt: skip
-    trained = copy.deepcopy(model)
-    trained.load_state_dict(run.state_dict())
-    outputs, targets = trained(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data])
-    assert run.metrics["eval loss"] == {2: pytest.approx(F.cross_entropy(outputs, targets).item())}
-    right = (outputs.argmax(1) == targets).sum() / (targets != -100).sum()
-    assert run.metrics["eval right"] == {2: pytest.approx(right.item())}
 
 
 # ---- on_step ------------------------------------------------------------------------------------------------------
@@ -177,23 +110,6 @@ def test_callbacks_log_and_any_rank_may_end_the_training(
     )
 
 
-def test_logged_outside_of_a_training(cluster: mk.Cluster) -> None:
-    def measure(ctx: Any) -> None:
-        for i in range(3):
-            ctx.log("seconds", torch.tensor([i + ctx.rank]))
-        with ctx.record.step(7):
-            ctx.log("bytes", 2**20)
-
-    cluster.run(measure)
-    metrics = cluster.trace.metrics
-    assert metrics["seconds"] == {0: 0, 1: 1, 2: 2} and metrics["bytes"] == {7: 2**20}
-    assert metrics.by_rank("seconds")[3] == {0: 3, 1: 4, 2: 5}
-    with pytest.raises(KeyError, match="'seconds', 'bytes' was logged"):
-        metrics["second"]
-    with pytest.raises(mk.RankFailed, match=r"a Tensor of shape \[3\]; one number is wanted"):
-        cluster.run(lambda ctx: ctx.log("grads", torch.ones(3)))
-
-
 # ---- refused, before a rank starts --------------------------------------------------------------------------------
 
 
@@ -225,19 +141,3 @@ def test_what_cannot_work_is_refused_with_what_would(train: Train, wrong: dict[s
 def test_a_value_that_on_step_returns_is_no_answer(train: Train) -> None:
     with pytest.raises(mk.RankFailed, match=r"on_step returned 0\.5: True ends the training"):
         train(gpt(), DATA, mk.Plan.serial(), **HOW, on_step=lambda ctx, step: 0.5)
-
-
-@pytest.mark.parametrize("plan", [mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2)], ids=repr)
-def test_the_loss_of_unevenly_masked_batches_weighs_targets(train: Train, plan: mk.Plan) -> None:
-    """Whatever the plan makes of the training's loss, and although nothing is masked in training."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    data = [(torch.randn(8, 6).double(), torch.randint(0, 3, (8,))) for _ in range(2)]
-    held_out = [(torch.randn(8, 6).double(), torch.randint(0, 3, (8,))) for _ in range(3)]
-    held_out[0][1][1:] = -100
-    held_out[1][1][:3] = -100
-    run = train(model, data, plan, loss=F.cross_entropy, optimizer=adamw, steps=1, evaluate=held_out)
-    trained = copy.deepcopy(model)
-    trained.load_state_dict(run.state_dict())
-    outputs, targets = trained(torch.cat([x for x, _ in held_out])), torch.cat([y for _, y in held_out])
-    assert run.metrics["eval loss"] == {0: pytest.approx(F.cross_entropy(outputs, targets).item())}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import mpkit as mk
-from mpkit.launch.session.run import Run
 from mpkit.strategies.prepare.prepare import prepare
 
 WIDTH = 6
@@ -63,36 +62,6 @@ def grouped(chosen: set[nn.Parameter]) -> Callable[[Any], Optimizer]:
 
 
 DATA = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Tensor]:
-    """The weights that a plain loop trains."""
-    model = net()
-    optimizer = grouped({model[5].weight, model[0].bias})(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.mse_loss(model(DATA[0]), DATA[1]).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan.zero(3, 2, offload="optimizer"),
-        mk.Plan(tp=2, zero=1, dp=2),
-        mk.Plan.gpipe(2, 2),
-    ],
-    ids=str,
-)
-def test_groups_are_those_of_a_plain_loop(
-    train: Callable[..., Run], plain: dict[str, Tensor], plan: mk.Plan
-) -> None:
-    model = net()
-    chosen = {model[5].weight, model[0].bias}
-    run = train(model, [tuple(DATA)], plan, loss=F.mse_loss, optimizer=grouped(chosen), steps=3)
-    torch.testing.assert_close(run.state_dict(), plain, rtol=0, atol=1e-10)
 
 
 def by_number(model: nn.Module) -> Callable[[Any], Optimizer]:

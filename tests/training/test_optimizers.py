@@ -99,14 +99,10 @@ def sgd(params: Any) -> Optimizer:
 PLANS = {
     "serial": mk.Plan.serial(2),
     "ddp": mk.Plan.ddp(2),
-    "dp": mk.Plan.dp(2),
     "gpipe": mk.Plan.gpipe(2, 2),
-    "zb_h1": mk.Plan.pipeline("zb_h1", 2, 2),
-    "interleaved": mk.Plan(pp=2, schedule="interleaved_1f1b", microbatches=2, virtual_stages=2),
     "zero1": mk.Plan.zero(1, 2),
     "zero2": mk.Plan.zero(2, 2),
     "zero3": mk.Plan.zero(3, 2),
-    "2d": mk.Plan(pp=2, dp=2, zero=1, microbatches=2),
     "tp": mk.Plan.tp(2),
     "tp x zero": mk.Plan(dp=2, tp=2, zero=1),
 }

@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.prepare.checks import find_shared_memory
 from mpkit.strategies.prepare.prepare import prepare
-from tests.recipes import adamw, sgd
-from tests.serial import Train
+from tests.recipes import sgd
 
 
 class Reads(nn.Module):
@@ -62,41 +61,3 @@ def test_views_of_one_memory_that_do_not_overlap_are_separate() -> None:
     assert find_shared_memory(frozen) is None
     model[1].weight = model[0].weight
     assert find_shared_memory(model) is None, "one parameter in two places is a tie, which ranks keep"
-
-
-def test_wrappers_that_divide_reject_it(clusters: Callable[[int], mk.Cluster]) -> None:
-    def wrap(ctx: mk.Context) -> list[str]:
-        messages = []
-        try:
-            mk.tensor_parallel(transposed())
-        except ValueError as error:
-            messages.append(str(error))
-        return messages
-
-    for messages in clusters(2).run(wrap):
-        assert len(messages) == 1 and all("in the same memory" in message for message in messages)
-
-
-class KeepsTensors(nn.Module):
-    """A tensor as a plain attribute, and views of it in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.scale = torch.rand(2, 8)
-        self.rows = [self.scale[0], {"second": self.scale[1]}]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x)) * self.scale[0]
-        return self.second(y * self.rows[1]["second"])
-
-
-@pytest.mark.parametrize("plan", [mk.Plan.zero(3, 2), mk.Plan.gpipe(2, 2)], ids=repr)
-def test_tensors_in_plain_attributes(train: Train, plan: mk.Plan) -> None:
-    torch.manual_seed(0)
-    model, data = KeepsTensors().double(), [(torch.randn(8, 6).double(), torch.randn(8, 3).double())]
-    model.scale = model.scale.double()
-    model.rows = [model.scale[0], {"second": model.scale[1]}]
-    how = {"loss": nn.functional.mse_loss, "optimizer": adamw, "steps": 2}
-    serial, run = (train(model, data, each, **how) for each in (mk.Plan.serial(), plan))
-    assert run.losses == pytest.approx(serial.losses, rel=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from math import nan
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import mpkit as mk
 from mpkit.common.display import draw
 from mpkit.trace.metrics import Metrics
-from mpkit.views.chart.chart import COUNT, Axis, Chart, Panel, Series, chart_text
+from mpkit.views.chart.chart import Chart, Panel, Series, chart_text
 from mpkit.views.chart.figure import chart_figure
 from mpkit.views.chart.svg import chart_svg
 from mpkit.views.results.losses import losses
@@ -33,18 +32,6 @@ def test_bars_are_stacked_in_every_form(kind: str) -> None:
     assert figure.layout.barmode == "stack" and [trace.name for trace in figure.data] == ["a", "b", "limit"]
     assert [each for each in (figure.data[0].y if kind == "bars" else figure.data[0].x)] == [1, 3]
     assert chart_text(chart).splitlines()[-1].split() == ["other", "y", "3", "2.5", "3"]
-
-
-def test_no_two_numbers_of_an_axis_touch_in_a_narrow_chart() -> None:
-    long = Panel([Series("a", list(range(200)))], [f"rank {i}" for i in range(200)])
-    lines = Panel([Series("b", [1, 2], look="line")], [0, 12_345_678], "lines", x=Axis(unit=COUNT))
-    for panel in (long, lines):
-        drawn = chart_svg(Chart("", [panel]), 400)
-        places = re.findall(r'x="([\d.]+)" y="([\d.]+)" font-size="11" text-anchor="middle">([^<]+)<', drawn)
-        assert places
-        for (x, _, one), (after, _, other) in pairwise(places):
-            assert float(after) - float(x) >= 3 * (len(one) + len(other)), (one, other)
-        assert all(float(x) + 3.3 * len(words) <= 400 for x, _, words in places)
 
 
 def test_nothing_is_drawn_of_too_little_and_the_place_of_what_comes_is_kept() -> None:

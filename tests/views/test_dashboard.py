@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
 
 import mpkit as mk
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard.widget import Dashboard
 from mpkit.views.drawing.pace import TimeLeft
-from mpkit.views.timeline.widget import TimelineView
 
 LABELS = [f"GPU {rank}" for rank in range(4)]
 
@@ -37,14 +32,6 @@ def test_lanes_are_there_before_the_run_is_and_nothing_below_them_moves(gpipe: m
     board.add_spans(gpipe.spans, gpipe.names)
     board.set_charts([3.0, 2.0, 1.0], 0, Metrics())
     assert board._charts.value != empty and board._charts.value.count("<img") == empty.count("<img")
-
-
-def test_a_run_that_is_rejected_leaves_no_view() -> None:
-    board = Dashboard("GPipe", LABELS, steps=9)
-    board._handle = SimpleNamespace(update=lambda shown, raw: seen.append(shown))
-    seen: list[dict[str, str]] = []
-    board.withdraw()
-    assert seen == [{"text/plain": ""}]
 
 
 def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
@@ -100,49 +87,7 @@ def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None
     assert board._stop.layout.visibility == "hidden"
 
 
-def test_the_stop_button_stops_without_holding_the_kernel_up() -> None:
-    may_end, ended = threading.Event(), threading.Event()
-
-    def stop() -> None:
-        may_end.wait(10)
-        ended.set()
-
-    board = board_of("GPipe", LABELS, steps=3, on_stop=stop)
-    board._stop.click()  # returns, although stopping takes its time
-    assert board._stop.disabled and not ended.is_set()
-    may_end.set()
-    assert ended.wait(10)
-
-
 # ---------------------------------------------------------------- memory
-
-
-def tracks_of(view: TimelineView) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """The memory that a view sends: times and levels by rank."""
-    [track] = view.tracks_head["tracks"]
-    floats, at, found = np.frombuffer(view.tracks), 0, {}
-    for rank, count in track["ranks"]:
-        width = count * len(track["keys"])
-        found[rank] = floats[at : at + count], floats[at + count : at + count + width].reshape(count, -1)
-        at += count + width
-    assert at == len(floats)
-    return found
-
-
-def test_memory_is_on_the_timelines_axis(data_parallel: mk.Timeline) -> None:
-    view = TimelineView(labels=["a", "b"])
-    view.expect_tracks()
-    assert [track["ranks"] for track in view.tracks_head["tracks"]] == [[]] and view.tracks == b""
-    for timeline, peak in (
-        (replace(data_parallel, held=data_parallel.held[data_parallel.held["time"] < 1]), 1200),
-        (data_parallel, 2000),
-    ):
-        view.set_tracks(timeline)
-        found = tracks_of(view)
-        assert sorted(found) == [0, 1]
-        times, levels = found[0]
-        assert levels.sum(axis=1).max() == peak
-        assert times[0] == timeline.spans["start"].min() and np.all(np.diff(times) >= 0)
 
 
 def test_the_time_that_is_left_is_said_until_the_end(gpipe: mk.Timeline) -> None:

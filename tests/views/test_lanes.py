@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.views.drawing.lanes import groups_of, rank_label, short_label
 from mpkit.views.timeline.picture import picture
 
@@ -35,20 +30,6 @@ def test_names_and_groups(meshed: Meshed, mesh: Mesh, label: str, groups: list[s
     assert rank_label(timeline, 1) == label
     assert short_label(timeline, 1) == label.split("  ")[0]
     assert [group.place for group in groups_of(timeline)] == groups
-
-
-@given(pp=st.integers(1, 3), dp=st.integers(1, 3), cp=st.integers(1, 3), tp=st.integers(1, 3))
-def test_every_rank_is_in_one_group_of_neighbours(meshed: Meshed, pp: int, dp: int, cp: int, tp: int) -> None:
-    mesh = Mesh(pp, dp, cp, tp)
-    timeline = replace(meshed(Mesh()), world_size=mesh.size, meta={"plan": json.dumps(vars(mesh))})
-    groups = groups_of(timeline)
-    if len(long_axes(mesh)) < 2:
-        assert groups == []
-        return
-    assert [rank for group in groups for rank in group.ranks] == list(range(mesh.size))
-    for group in groups:
-        places = [mesh.place(rank) for rank in group.ranks]
-        assert len({(place.pp, place.dp if pp * dp > 1 and cp * tp > 1 else 0) for place in places}) == 1
 
 
 def test_lanes_are_below_their_groups_header_and_fold(meshed: Meshed) -> None:

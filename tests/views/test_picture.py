@@ -12,7 +12,7 @@ from mpkit.timeline import metrics
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import Key
-from mpkit.views.timeline.picture import BOX, coverage, picture, strongest, subtract_spans
+from mpkit.views.timeline.picture import picture, subtract_spans
 
 
 def test_a_lane_a_gpu_with_the_idle_time_as_boxes() -> None:
@@ -48,14 +48,6 @@ def test_the_hover_text_of_idle_time_says_what_was_waited_for(data_parallel: mk.
     assert "waited for rank 0 (CPU): all reduce" in text
 
 
-def test_a_hover_text_has_the_facts(data_parallel: mk.Timeline) -> None:
-    pic = picture(data_parallel)
-    reduce = pic.of_row(2)[0]
-    assert (
-        pic.hover(reduce) == "all reduce · micro-batch 0 · stage 0 · step 0\nfrom 4.00 s, for 3.00 s\n498 MB"
-    )
-
-
 @given(
     bounds=st.lists(st.integers(0, 60), min_size=4, max_size=14, unique=True),
     action=st.tuples(st.integers(0, 59), st.integers(1, 20)),
@@ -76,26 +68,3 @@ def test_pieces_are_what_is_outside_of_the_waits(bounds: list[int], action: tupl
     assert drawn["named"].sum() == (len(want) > 0)
     longest = drawn[drawn["named"]]
     assert all(longest["end"] - longest["start"] == max(drawn["end"] - drawn["start"], default=0))
-
-
-def test_one_step_of_several(long_run) -> None:
-    timeline = long_run(500)
-    assert [mark.text for mark in picture(timeline).marks][:2] == ["step 0", "step 1"]
-    one = picture(timeline, step=2)
-    assert one.duration == pytest.approx(timeline.step_time)
-    assert one.marks == []
-
-
-def test_coverage_of_pixels() -> None:
-    boxes = np.zeros(3, BOX)
-    boxes["key"] = [Key.FORWARD, Key.FORWARD, Key.BACKWARD]
-    boxes["start"], boxes["end"] = [0.0, 2.5, 3.25], [1.5, 2.75, 4.0]
-    cover = coverage(boxes, 4, 4.0)
-    assert cover[Key.FORWARD].tolist() == [1.0, 0.5, 0.25, 0.0]
-    assert cover[Key.BACKWARD].tolist() == [0.0, 0.0, 0.0, 0.75]
-    keys, busy = strongest(cover)
-    assert keys.tolist() == [1, 1, 1, 2]
-    assert busy.tolist() == [1.0, 0.5, 0.25, 0.75]
-
-
-# ---------------------------------------------------------------- colours

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.models import GPT
@@ -49,31 +46,6 @@ def test_three_dimensions_on_two_nodes() -> None:
     assert text.startswith("pp 2 x dp 2 x tp 2 = 8 ranks, on 2 nodes of 4 H100 SXM")
     assert "  rank 4   pp1 dp0 tp0   block2 to 3, head" in text
     assert "  pp  (0 4) (1 5) (2 6) (3 7), InfiniBand NDR, a card a GPU between nodes" in text
-
-
-@given(
-    pp=st.integers(1, 4),
-    dp=st.integers(1, 4),
-    cp=st.integers(1, 2),
-    tp=st.integers(1, 4),
-    per_node=st.sampled_from([1, 2, 3, 8, None]),
-)
-def test_every_rank_has_a_box_of_its_own(pp: int, dp: int, cp: int, tp: int, per_node: int | None) -> None:
-    mesh = Mesh(pp, dp, cp, tp)
-    machine = None if per_node is None else replace(NODES, per_node=per_node, nodes=mesh.size)
-    found = place(mesh, hardware=machine)
-    root = ElementTree.fromstring(found.to_svg())
-    boxes = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "box"]
-    places = [(float(box.get("x", 0)), float(box.get("y", 0))) for box in boxes]
-    wide = float(boxes[0].get("width", 0))
-    assert len(places) == len(set(places)) == mesh.size
-    for x, y in places:
-        assert x + wide <= float(root.get("width", 0)) and y + 50 <= float(root.get("height", 0))
-        assert all(abs(x - other) >= wide for other, row in places if row == y and other != x)
-    # Each group of an axis is in exactly one line of who talks to whom.
-    pairs = sorted(pair for talk in found.talks for pair in talk.groups)
-    assert len(pairs) == len(set(pairs))
-    str(found)
 
 
 def test_of_a_plan_and_a_model() -> None:

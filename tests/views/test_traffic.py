@@ -59,25 +59,6 @@ def test_what_ranks_send_is_what_the_wire_factors_say(n: int, kind: Kind, data: 
     assert not list(sent_to(Kind.BARRIER, members, root))
 
 
-def test_a_real_run(train) -> None:
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    data = [(torch.randn(8, 8), torch.randn(8, 8))]
-    run = train(
-        model, data, mk.Plan.gpipe(2, 4), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, steps=2
-    )
-    matrix = run.timeline().comm_matrix()
-    assert matrix.of == "step 1" and matrix.axes == ["pp"]
-    assert (
-        matrix.bytes[0, 1] == 4 * 2 * 8 * 4
-    )  # four micro-batches of two samples, eight numbers of four bytes
-    frame = matrix.to_dataframe()
-    assert list(frame.columns) == ["axis", "sender", "receiver", "bytes"] and len(frame) == 2
-
-
 def test_text_svg_and_chart_show_the_same(meshed: Meshed) -> None:
     matrix = meshed(Mesh(pp=2, tp=2)).comm_matrix()
     text = str(matrix)

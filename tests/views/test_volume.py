@@ -11,9 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
-from mpkit.timeline.formulas import FormulaInputs, formula_of
 from mpkit.timeline.volume import VolumeRow
-from mpkit.trace import Kind
 
 Meshed = Callable[..., mk.Timeline]
 
@@ -62,56 +60,3 @@ def test_three_dimensions_beside_their_formulas(meshed: Meshed) -> None:
     assert "8 b s h (t-1)/t a layer, a micro-batch" in text and "2.000" in text
     html = timeline.comm_volume(3)._repr_html_()
     assert "What rank 3 sends, in step 0" in html and "partial sums forward" in html
-
-
-KNOWN = {
-    "layers_tp": [4, 2],
-    "stream_bytes": 1200,
-    "local_params": [10, 10, 20, 20],
-    "element_bytes": 4,
-    "kv_bytes": [100, 60],
-    "embeddings_tp": [1, 0],
-    "heads_tp": [0, 1],
-}
-
-
-@pytest.mark.parametrize(
-    ("plan", "axis", "kind", "symbols", "of"),
-    [
-        # 4 regions of 2 all-reduces per micro-batch, each 2 (t-1)/t = 1 times the stream.
-        ({"tp": 2}, "tp", Kind.ALL_REDUCE, "8 b s h (t-1)/t a layer, 2 an", 3 * (4 * 2 + 1) * 1200),
-        ({"tp": 2, "recompute": "full"}, "tp", Kind.ALL_REDUCE, "12 b s h (t-1)/t", 3 * (4 * 3 + 2) * 1200),
-        (
-            {"tp": 2, "sequence_parallel": True},
-            "tp",
-            Kind.ALL_GATHER,
-            "6 b s h (t-1)/t",
-            3 * (4 * 3 + 1) * 600,
-        ),
-        ({"tp": 2, "sequence_parallel": True}, "tp", Kind.ALL_REDUCE, "2 b s h (t-1)/t an emb", 3 * 1200),
-        ({"tp": 2, "sequence_parallel": True}, "tp", Kind.REDUCE_SCATTER, "4 b s h (t-1)/t", 3 * 4 * 2 * 600),
-        ({"tp": 2, "sequence_parallel": True}, "pp", Kind.SEND, "b s h / t a boundary", 3 * 600),
-        ({"tp": 2}, "pp", Kind.SEND, "b s h a boundary", 3 * 1200),
-        ({"dp": 2}, "dp", Kind.ALL_REDUCE, "2 psi (n-1)/n", 40),
-        ({"dp": 2, "zero": 1}, "dp", Kind.ALL_GATHER, "psi (n-1)/n", 20),
-        ({"dp": 2, "zero": 2}, "dp", Kind.REDUCE_SCATTER, "3 x psi (n-1)/n", 60),
-        ({"dp": 2, "zero": 3}, "dp", Kind.ALL_GATHER, "3 x 2 psi (n-1)/n", 120),
-        ({"cp": 2}, "cp", Kind.ALL_REDUCE, "2 psi (n-1)/n", 40),
-        ({"cp": 2}, "cp", Kind.SEND, "3 |K, V| (c-1)/c", 3 * 3 * 100 / 2),
-        ({"cp": 2}, "pp", Kind.SEND, "b s h a boundary", 3 * 600),
-    ],
-)
-def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of: float) -> None:
-    known = FormulaInputs.from_meta(
-        {"plan": json.dumps({"pp": 2, "microbatches": 3, **plan}), "mesh": KNOWN}, 4
-    )
-    found = formula_of(known, axis, kind)
-    assert found is not None and found.symbols.startswith(symbols)
-    assert found.of(0) == pytest.approx(of)
-
-
-def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:
-    plan = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2)
-    known = FormulaInputs.from_meta({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
-    found = formula_of(known, "pp", Kind.SEND)
-    assert found is not None and found.of(0) == found.of(1) == 3 * 4 * 10

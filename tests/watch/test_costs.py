@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
@@ -90,25 +88,6 @@ def test_flops_of_every_step_are_those_of_the_formula(clusters: Callable[[int], 
         these = actions[actions["step"] == step]
         assert these["flops"][these["kind"] == Kind.FORWARD].tolist() == [forward]
         assert these["flops"][these["kind"] == Kind.BACKWARD].tolist() == [2 * forward - unneeded]
-
-
-def of_two_lengths(ctx: Any) -> None:
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(8):
-        size = 64 if step % 2 else 32
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randn(size, WIDTH)), torch.randint(0, 8, (size,))).backward()
-        optimizer.step()
-
-
-def test_batches_of_other_shapes_cost_something_else(clusters: Callable[[int], mk.Cluster]) -> None:
-    clusters(2).run(of_two_lengths, watch=True)
-    ops = clusters(2).trace.ranks[0].ops
-    forwards = ops[(ops["kind"] == Kind.FORWARD) & (ops["depth"] == 0)]["flops"]
-    matrices = WIDTH * WIDTH + WIDTH * 8
-    assert forwards.tolist() == [2 * (64 if step % 2 else 32) * matrices for step in range(8)]
-    assert clusters(2).timeline().peak_memory[0]["grads"] == 4 * (matrices + WIDTH + 8)
 
 
 def keeps_more_than_it_trains(ctx: Any) -> None:

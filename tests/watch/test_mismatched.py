@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import mpkit as mk
 from tests.limits import EVENT
@@ -83,34 +77,6 @@ def test_both_ranks_and_lines_are_named(
     assert str(error.value).count("test_mismatched.py:") >= 2
 
 
-class Unchanged(TorchDispatchMode):
-    """A mode of the program's own."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-MODES: dict[str, Callable[[], Any]] = {
-    "a default device": lambda: torch.device("cpu"),
-    "torch's": lambda: FlopCounterMode(display=False),
-    "its own": Unchanged,
-}
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
-def test_calls_under_a_mode_of_torch_are_the_programs(
-    mode: Callable[[], Any], clusters: Callable[[int], mk.Cluster]
-) -> None:
-    def under(ctx: Any) -> None:
-        with mode():
-            dist.all_reduce(torch.ones(4 + ctx.rank))
-
-    with pytest.raises(
-        mk.errors.CommMismatch, match=r"(?s)float32\[(4|5)\].* at .*test_mismatched.py:.*float32\[(4|5)\]"
-    ):
-        clusters(2).run(under, timeout=EVENT)
-
-
 @pytest.mark.parametrize("watch", [False, True])
 def test_what_fits_goes_on(watch: bool, clusters: Callable[[int], mk.Cluster]) -> None:
     """Objects, uneven all-to-alls, tags of any size, calls of ctx.comm in between, and one call from several lines."""
@@ -136,51 +102,3 @@ def test_what_fits_goes_on(watch: bool, clusters: Callable[[int], mk.Cluster]) -
         return float(total) + len(objects[1])
 
     assert clusters(2).run(fits, watch=watch) == [103.0, 103.0]
-
-
-def test_torchs_own_wrappers_are_left_alone(clusters: Callable[[int], mk.Cluster]) -> None:
-    """DDP and FSDP on ranks that call them from different lines, with the gradients of one process."""
-
-    def gradients(ctx: Any) -> list[float]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        found = []
-        for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
-            torch.manual_seed(0)
-            model = wrap(torch.nn.Linear(4, 2))
-            inputs = torch.full((3, 4), 1.0 + ctx.rank)
-            if ctx.rank:
-                model(inputs).sum().backward()
-            else:
-                model(inputs).sum().backward()
-            grad = next(iter(model.parameters())).grad
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            found.append(float(grad.sum()))
-        return found
-
-    assert clusters(2).run(gradients) == [[36.0, 36.0]] * 2  # the mean of 8 * 3 * 1 and 8 * 3 * 2
-
-
-def test_on_step_is_compared(clusters: Callable[[int], mk.Cluster]) -> None:
-    def plain(ctx: Any, step: int) -> None:
-        if step == 1:
-            dist.all_reduce(torch.ones(3 + ctx.rank))
-
-    def own(ctx: Any, step: int) -> None:
-        ctx.comm.all_reduce(torch.ones(3 + ctx.rank))
-
-    def fits(ctx: Any, step: int) -> None:
-        dist.all_reduce(torch.ones(3))
-        ctx.comm.all_reduce(torch.ones(3))
-
-    def train(on_step: Any) -> mk.Run:
-        x = torch.ones(4, 3)
-        return clusters(2).train(
-            torch.nn.Linear(3, 1), [(x, x[:, :1])], mk.Plan.ddp(2), loss=torch.nn.functional.mse_loss, steps=3,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1), on_step=on_step, timeout=EVENT,
-        ).wait()  # fmt: skip
-
-    for function in (plain, own):
-        with pytest.raises(mk.errors.CommMismatch, match=r"(?s)float32\[(3|4)\].*float32\[(3|4)\]") as error:
-            train(function)
-        assert str(error.value).count("test_mismatched.py:") >= 2
-    assert len(train(fits).losses) == 3

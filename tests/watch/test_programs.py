@@ -13,7 +13,6 @@ import torch.distributed as dist
 import mpkit as mk
 from mpkit.timeline.foreign.announced_plan import infer
 from mpkit.trace import Kind, Trace
-from tests.limits import EVENT
 from tests.watch import programs
 from tests.watch.programs import PROGRAMS, STEPS, WEIGHTS
 
@@ -110,37 +109,6 @@ def test_a_watched_program_does_what_it_did_and_leaves_a_complete_trace(
     if program in PAYLOADS:
         for sent in timeline.comm_bytes:
             assert {kind: nbytes for kind, nbytes in sent.items() if nbytes} == PAYLOADS[program]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("program", [programs.fsdp2, programs.ddp], ids=lambda program: program.__name__)
-def test_two_hundred_watched_runs_end(program: Program, clusters: Callable[[int], mk.Cluster]) -> None:
-    """Completion by a callback on gloo's future stopped 4 of 11 runs of FSDP2."""
-
-    def ten_times(ctx: Any) -> list[list[float]]:
-        return [program() for _ in range(10)]
-
-    cluster = clusters(2)
-    expected = [[losses] * 10 for losses in cluster.run(started, program)]
-    for _ in range(20):
-        assert cluster.run(ten_times, watch=True, timeout=EVENT) == expected
-
-
-def exchange(ctx: mk.Context) -> None:
-    """Communicate through `ctx.comm` by each kind of call."""
-    mine = torch.ones(4)
-    ctx.comm.all_reduce(mine)
-    ctx.comm.reduce_scatter(mine)
-    ctx.comm.all_to_all(mine)
-    ctx.comm.gather(mine, dst=0)
-    ctx.comm.barrier()
-
-
-def test_what_ctx_comm_communicates_is_recorded_once(clusters: Callable[[int], mk.Cluster]) -> None:
-    cluster = clusters(2)
-    cluster.run(exchange, watch=True)
-    names = ("all_reduce", "reduce_scatter", "all_to_all", "gather", "barrier")
-    assert counts(cluster.trace) == dict.fromkeys(names, 1)
 
 
 def exchange_unevenly() -> list[float]:

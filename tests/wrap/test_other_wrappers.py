@@ -81,51 +81,6 @@ def test_a_pipeline_equals_serial(clusters: Clusters, schedule: str, options: di
     assert 0 < cluster.timeline().bubble < 1
 
 
-class TiedEnds(nn.Module):
-    """No chain, and its head is its embedding: both stages use one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embedding(ids)
-        for block in self.blocks:
-            h = h + block(h)
-        return F.linear(h, self.embedding.weight)
-
-
-def counts(ctx: Any) -> list[float]:
-    def loss(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        each = F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=0, reduction="sum")
-        return each, (y != 0).sum()
-
-    module, plain = models(ctx, TiedEnds)
-    ids = torch.arange(16).view(4, 4) * torch.tensor([[0], [1], [1], [1]])
-    model = mk.pipeline(module, "1f1b", example=(ids, ids), loss=loss)
-    for _ in range(2):  # the second is added to the first
-        total, count = loss(plain(ids), ids)
-        (total / count).backward()
-        assert abs(model.step(ids, ids) - (total / count).item()) < 1e-6
-    expected = {
-        name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
-    }
-    return [
-        (parameter.grad - expected[name]).as_subclass(Tensor).abs().max().item()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    ]
-
-
-def test_a_loss_that_counts(clusters: Clusters) -> None:
-    found = clusters(2).run(counts)
-    assert all(found)
-    assert max(map(max, found)) < 1e-6
-
-
 def pipeline_mistakes(_: Any) -> list[str]:
     x, y = torch.ones(4, 2), torch.ones(4, 3)
     how: dict[str, Any] = {"example": (x, y), "loss": F.mse_loss}

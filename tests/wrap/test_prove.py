@@ -202,25 +202,6 @@ def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -
         assert one == other and text in one, (kind, one)
 
 
-def always_in_no_sync(ctx: Any) -> str:
-    def wrap(module: nn.Module, prove: int) -> Any:
-        model = mk.ddp(module, prove=prove)
-        model.synchronizes = False
-        return model
-
-    with pytest.raises(mk.errors.NotSerial) as e:
-        loop(ctx, wrap)
-    return str(e.value)
-
-
-def test_a_mean_that_is_missing_is_found(clusters: Clusters) -> None:
-    for text in clusters(2).run(always_in_no_sync):
-        assert (
-            "step 1 " in text
-            and "All gradients are this rank's own: the mean over the ranks is missing" in text
-        )
-
-
 # ---------------------------------------------------------------- what is given
 
 

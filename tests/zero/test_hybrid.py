@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.models.chain import layers_of
-from mpkit.strategies.replicas.part import ReplicatedPart, shard_groups
-from mpkit.strategies.replicas.zero3 import zero_sync
-from mpkit.strategies.stage.stage import Stage
 from mpkit.trace import Kind
 from tests.recipes import adamw
-from tests.serial import EXACT, Train
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "wrap"))
+from tests.serial import Train
 
 Clusters = Callable[[int], mk.Cluster]
 ZERO = pytest.mark.parametrize("zero", [1, 3])
@@ -66,68 +56,7 @@ def test_a_rank_holds_its_part_of_a_group_and_sums_it_over_the_groups(train: Tra
         )
 
 
-# ---- in a loop of one's own --------------------------------------------------------------------------------------
-
-
-class UsedTwice(nn.Module):
-    """A block that is computed again within the backward, and used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.block = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.block, x.tanh(), use_reentrant=False)
-        return x
-
-
-def accumulate(ctx: Any, zero: int) -> dict[str, Tensor]:
-    model = UsedTwice()
-    plan = mk.Plan(dp=ctx.world_size, zero=zero, dp_shard=2, bucket_mb=0.0001, batchnorm="local")
-    axes = MeshAxes(ctx.comm, ctx.device, plan.mesh)
-    stages, groups = {0: Stage(0, layers_of(model), ctx.device)}, shard_groups(plan, axes)
-    replica = zero_sync(ReplicatedPart(ctx, plan, stages, axes.communicator_of("dp"), groups=groups))
-    optimizer = torch.optim.SGD([piece.held for piece in replica.pieces], lr=0.1)
-    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
-    for _ in range(2):
-        replica.begin_step()
-        for part in (0, 1):
-            with replica.backward(
-                last=part == 1 or zero > 1
-            ):  # of ZeRO-2 and -3 each says that it is the last
-                model(x[2 * ctx.rank + part : 2 * ctx.rank + part + 1]).square().sum().backward()
-        replica.finish()
-        optimizer.step()
-        replica.renew()
-    with replica.gathered():
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@ZERO
-def test_backwards_after_the_last_reach_all_groups(clusters: Clusters, zero: int) -> None:
-    model, x = UsedTwice(), torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
-    for found in clusters(4).run(accumulate, zero):
-        torch.testing.assert_close(found, dict(model.state_dict()), **EXACT)
-
-
 # ---- the plan ----------------------------------------------------------------------------------------------------
-
-
-def test_any_two_degrees_determine_the_third() -> None:
-    plan = mk.Plan(dp=8, zero=3, dp_shard=4)
-    assert plan == mk.Plan(dp=8, zero=3, dp_replicate=2) == mk.Plan(zero=3, dp_shard=4, dp_replicate=2)
-    assert plan == mk.Plan.from_json(plan.to_json()) == mk.Plan.zero(3, 8, dp_shard=4)
-    assert mk.Plan(dp=4, zero=3, dp_shard=4) == mk.Plan(dp=4, zero=3)
-    assert mk.Plan(dp_replicate=4) == mk.Plan(dp=4)
-    assert mk.Plan(dp=2, cp=2, zero=3, dp_shard=1).shards == 2
 
 
 def test_changes_of_a_plan_keep_its_groups(clusters: Clusters) -> None:

@@ -11,11 +11,8 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.data import text_batches
-from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.replicas.flat import Flat
-from mpkit.trace import Kind
 from tests.serial import Train, check_equal
 
 
@@ -33,9 +30,6 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-# ---------------------------------------------------------------- the theorem, on random models and options
 
 
 # ---------------------------------------------------------------- parameters without a gradient
@@ -144,49 +138,6 @@ def test_memory_is_what_the_formulas_say(train: Train, zero: int, precision: str
         assert total == {
             0: 16 * psi, 1: (4 + 12 / n) * psi, 2: (2 + 14 / n) * psi, 3: 16 * psi / n,
         }[zero] or precision == "full"  # fmt: skip
-
-
-def test_what_is_gathered_is_there_for_a_moment(train: Train) -> None:
-    """Stage 3 holds two layers' parameters and gradients at most, and between steps none."""
-    torch.manual_seed(8)
-    width, layers = 64, 12
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    data = [(torch.randn(4, width), torch.randn(4, width))]
-    run = train(model, data, mk.Plan.zero(3, 2), loss=F.mse_loss, optimizer=adam, steps=3)
-    for held in run.timeline().peak_memory:
-        assert 2 * 4 * width**2 <= held["buffers"] <= 4 * 4 * width**2 < layers * 4 * width**2 / 2
-    none_ahead = train(model, data, mk.Plan.zero(3, 2, prefetch=0), loss=F.mse_loss, optimizer=adam, steps=3)
-    for held, ahead in zip(none_ahead.timeline().peak_memory, run.timeline().peak_memory, strict=True):
-        assert held["buffers"] < ahead["buffers"]
-
-
-# ---------------------------------------------------------------- volume: section 7 of the paper
-
-
-@pytest.mark.parametrize(("zero", "n"), [(1, 4), (3, 4)])
-def test_volume_is_what_the_formulas_say(train: Train, zero: int, n: int) -> None:
-    torch.manual_seed(9)
-    model = GPT(layers=2, width=16, heads=2, length=8)
-    psi = sum(parameter.numel() for parameter in model.parameters())
-    run = train(
-        model, text_batches(8, 8, 1), mk.Plan(dp=n, zero=zero), loss=next_token_loss, optimizer=adam, steps=3
-    )
-    timeline = run.timeline()
-    for step in range(1, 3):
-        for payload in timeline.step(step).comm_bytes:
-            sent = sum(wire_factor(Kind[kind.upper()], n) * nbytes for kind, nbytes in payload.items())
-            assert sent == pytest.approx(4 * psi * (3 if zero == 3 else 2) * (n - 1) / n, rel=1e-12)
-
-
-def test_stages_2_and_3_reduce_every_micro_batch(train: Train) -> None:
-    torch.manual_seed(10)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    psi, data = 144, [(torch.randn(8, 8), torch.randn(8, 8))]
-    for zero, gathered, reduced in ((1, 1, 1), (2, 1, 4), (3, 8, 4)):
-        plan = mk.Plan.zero(zero, 2, microbatches=4)
-        run = train(model, data, plan, loss=F.mse_loss, optimizer=plain, steps=1)
-        want = {"all_gather": gathered * 4 * psi, "reduce_scatter": reduced * 4 * psi}
-        assert run.timeline().comm_bytes == [want] * 2
 
 
 # ---------------------------------------------------------------- offload

@@ -108,14 +108,14 @@ def most_buffers(rank: RankTrace, last_step: int) -> tuple[int, int]:
     return int(held[in_step & (mine["op"] <= back)].max()), int(held[in_step].max())
 
 
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_llama_holds_two_blocks_and_sends_three_psi(
-    train: Train, clusters: Callable[[int], mk.Cluster], prefetch: int
+    train: Train, clusters: Callable[[int], mk.Cluster]
 ) -> None:
     """Real and played. In the backward there are as many gradients on their way to their shards.
 
     Played ranks count temporaries too: those of two tokens, and the gradient that autograd makes at the moment.
     """
+    prefetch = 1
     plan, data = mk.Plan.zero(3, 2, prefetch=prefetch), tokens(4, 8, 32)
     model = llama()
     psi = sum(parameter.nbytes for parameter in model.parameters())
