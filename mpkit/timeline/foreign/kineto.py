@@ -328,7 +328,7 @@ def _communication_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _elements(shape: Any) -> int:
     """Return the elements of a tensor of this shape, or of all tensors in a list of shapes."""
-    shapes = shape if shape and isinstance(shape[0], list) else [shape]
+    shapes = shape if isinstance(shape, list) and shape and isinstance(shape[0], list) else [shape]
     elements = sum(prod(map(float, each)) for each in shapes if each)
     if not 0 <= elements <= MOST:
         raise ValueError(f"Input Dims: {reprlib.repr(shape)} has no number of elements up to {MOST:,}")

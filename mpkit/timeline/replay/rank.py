@@ -220,15 +220,11 @@ class RankReplay:
 
     def explain_unfinished(self) -> str:
         """Say where the rank was stopped, or what it waits for in vain; "" if it finished."""
-        if not self.is_starved:
-            return f"rank {self.rank} waits for {self._describe(self.program.ops[self.waits_for])}, which never comes"
+        if (waits := self.current_wait()) is not None:
+            never = "" if self.is_starved else ", which never comes"
+            return f"rank {self.rank} waits for {self._describe(waits[1])}{never}"
         left = self.program.left
-        if not len(left):
-            return ""
-        first = left[0]
-        if first["kind"] == _WAIT and 0 <= first["ref"] < self.program.count:
-            return f"rank {self.rank} waits for {self._describe(self.program.ops[first['ref']])}"
-        return f"rank {self.rank} is in {self._describe(first)}"
+        return f"rank {self.rank} is in {self._describe(left[0])}" if len(left) else ""
 
     def current_wait(self) -> tuple[float, Any] | None:
         """Return since when it waits, in seconds, and the communication that it waits for; None if it does not."""
@@ -247,15 +243,9 @@ class RankReplay:
     def _describe(self, op: Any) -> str:
         assert op.dtype == OP
         kind = Kind(int(op["kind"]))
-        words = [kind.word.replace("_", " ")]
-        if 32 <= kind < 64:
-            words.append(self._names.all[int(self.lines[np.array([op["group"]])][0])])
-        if op["stage"] >= 0:
-            words.append(f"of stage {op['stage']}")
-        if op["microbatch"] >= 0:
-            words.append(f"micro-batch {op['microbatch']}")
-        if op["step"] >= 0:
-            words.append(f"(step {op['step']})")
+        words = [kind.word.replace("_", " "), *([self.group_of(op)] if 32 <= kind < 64 else [])]
+        told = {"stage": "of stage {}", "microbatch": "micro-batch {}", "step": "(step {})"}
+        words += [text.format(op[name]) for name, text in told.items() if op[name] >= 0]
         return " ".join(words)
 
 
