@@ -98,6 +98,7 @@ class LayerNumbers:
         in_place: whether it writes into its input.
         transformed, differentiated: the first layer that it calls within a transform of torch.func (vmap, grad or jvp),
             and the first of whose output it computes gradients (torch.autograd.grad); "" if there is none.
+        random: whether it draws random numbers.
     """
 
     flops: Flops
@@ -105,6 +106,7 @@ class LayerNumbers:
     in_place: bool = False
     transformed: str = ""
     differentiated: str = ""
+    random: bool = False
 
 
 class ValueLooked(Exception):

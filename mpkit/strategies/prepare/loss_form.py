@@ -18,7 +18,6 @@ from torch import Tensor
 from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import FakeTensor, tree_map_only
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.mean import INDEXED, MeanLoss, SummedMeans
 from mpkit.strategies.loss.quotient import Quotient, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
@@ -103,10 +102,14 @@ def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     return OneMean(False, given["ignore_index"] if given["weight"] is None else None, place)
 
 
-def find_loss_form(resolved: ResolvedPlan, task: Task, mean: OneMean | None) -> LossForm:
-    """Return the loss as ranks call it, and the number near the count of a batch by which they divide totals."""
+def find_loss_form(task: Task, mean: OneMean | None, *, at_once: bool) -> LossForm:
+    """Return the loss as ranks call it, and the number near the count of a batch by which they divide totals.
+
+    Args:
+        at_once: whether one rank computes the loss of all samples of a batch at once.
+    """
     loss, pairs = task.given_loss, task.loss.count is not None  # it returned (total, count) in the dry run
-    if resolved.computes_loss_at_once:
+    if at_once:
         return LossForm(loss.fn if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss, None)
     targets = leaves(task.batch[1])
     counted = max((leaf.numel() for leaf in targets), default=batch_size(task.batch[0]))

@@ -19,7 +19,6 @@ from mpkit.common.exceptions import one_line, report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.hooks import with_backward_hooks
-from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.prepare.blocks import PartitionChoice, choose, stages_of_blocks, starts
@@ -101,14 +100,10 @@ def partition_for_draws(
 ) -> PartitionedModel | None:
     """Return an opened model that is not cut, whose blocks draw the random numbers that they would in a pipeline.
 
-    Returns None if no block draws random numbers.
-
     A model that cannot be opened draws as one layer, which is reported; no pipeline could be compared with it.
     """
-    if not model.training or not any(map(may_draw, model.modules())):
-        return None
     try:
-        partition = partition_model(model, shapes, plan, loss)
+        return partition_model(model, shapes, plan, loss)
     except Exception as error:
         report(
             f"{type(model).__name__} draws its random numbers (dropout) as one layer, and not block by block as a "
@@ -116,8 +111,6 @@ def partition_for_draws(
             "other; a pipeline of this model is refused for the same reason."
         )
         return None
-    draws = any(node.random for division in partition.divisions.values() for node in division.graph.nodes)
-    return partition if draws else None
 
 
 def _walk_through(

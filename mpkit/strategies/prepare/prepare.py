@@ -103,9 +103,10 @@ def prepare(
         known = [*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further]
         for inputs, _ in known:
             check_not_packed(inputs, plan.cp)
-        sample = observe_sample(sent, sizes[0], plan)
+        exchanges = plan.cp * plan.tp * plan.ep > 1
+        sample = observe_sample(sent, sizes[0], plan) if exchanges else SampleSeen()
         resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name)
-        task.form = find_loss_form(resolved, task, special.mean)
+        task.form = find_loss_form(task, special.mean, at_once=resolved.computes_loss_at_once)
         # ---- checks
         raise_rejection(find_rejection(resolved, task))
         examined = _examine(plan, task)

@@ -84,7 +84,8 @@ def resolve(
     # ---- stages
     partitions: list[PartitionedModel | None] = [None] * len(copies)
     if not is_chain(model):
-        partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name)
+        random = any(layer.random for layers in numbers[0].values() for layer in layers)
+        partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name, random=random)
     if partitions[0] is not None:
         stages = [range(1)] * plan.stages
         placed, held, shared = _layout_of_partition(partitions[0])
@@ -139,42 +140,34 @@ class LocalCopy:
 
 
 def local_copies(model: nn.Module, plan: Plan, schedule: Schedule) -> list[LocalCopy]:
-    """Return the model as the ranks along tp hold it; one copy if all hold the same shapes."""
-    first = _copy_for(model, plan, schedule, 0)
-    if plan.tp == 1:
-        return [first]
-    last = _copy_for(model, plan, schedule, plan.tp - 1)
-    if first.shapes == last.shapes:
-        last.free()
-        return [first]
-    between = [_copy_for(model, plan, schedule, place) for place in range(1, plan.tp - 1)]
-    return [first, *between, last]
-
-
-def _copy_for(model: nn.Module, plan: Plan, schedule: Schedule, place: int) -> LocalCopy:
-    """Copy the model as the rank at `place` would hold it.
-
-    Args:
-        model: the whole model; it is not changed.
-        plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
-        place: the rank's place along tp; along cp and ep it is place 0.
+    """Return the model as the ranks along tp hold it, at place 0 along cp and ep; one copy if all hold the same shapes.
 
     Raises:
         ValueError: layers cannot be divided among so many ranks.
     """
-    mesh = plan.mesh
-    tp = FakeGroup(plan.tp, place)
 
-    def group_of(axis: str) -> FakeGroup:
-        return tp if axis == "tp" else FakeGroup(mesh.degree(axis))
+    def copy_for(place: int) -> LocalCopy:
+        tp = FakeGroup(plan.tp, place)
 
-    sharded = ShardedModel()
-    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
-        # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written into.
-        model = copy_model(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-        sharded = localize(model, plan, schedule, group_of)
-    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    return LocalCopy(model, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
+        def group_of(axis: str) -> FakeGroup:
+            return tp if axis == "tp" else FakeGroup(plan.mesh.degree(axis))
+
+        local, sharded = model, ShardedModel()
+        if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
+            # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
+            local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+            sharded = localize(local, plan, schedule, group_of)
+        cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+        return LocalCopy(local, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
+
+    first = copy_for(0)
+    if plan.tp == 1:
+        return [first]
+    last = copy_for(plan.tp - 1)
+    if first.shapes == last.shapes:
+        last.free()
+        return [first]
+    return [first, *map(copy_for, range(1, plan.tp - 1)), last]
 
 
 class _LossSends:
@@ -200,10 +193,17 @@ class _LossSends:
 
 
 def _partitions(
-    model: nn.Module, copies: list[LocalCopy], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
+    model: nn.Module,
+    copies: list[LocalCopy],
+    shapes: Shapes,
+    plan: Plan,
+    loss: Loss,
+    *,
+    relays: bool,
+    random: bool,
 ) -> list[PartitionedModel | None]:
     """Return, by place along tp, how a model that is no chain is divided; None if it stays one layer."""
-    if plan.stages == 1 and (plan.ranks > 1 or plan.zero):
+    if plan.stages == 1 and (plan.ranks > 1 or plan.zero or not random):
         return [None] * len(copies)
     if plan.stages == 1:
         return [partition_for_draws(model, shapes, plan, loss)]
