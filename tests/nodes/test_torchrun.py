@@ -28,7 +28,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_rank_0_compares_with_plain_pytorch(told: list[dict[str, Any]]) -> None:
-    said = "equal to serial training in steps 1 and 2: loss within"
+    said = "equal to serial training in steps 1"
     for rank, each in enumerate(told):
         assert each["losses"] == told[0]["losses"]
         assert (said in each["proof"]) == (rank == 0), each["proof"]
