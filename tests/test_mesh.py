@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpkit.plan.axes import AXES
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.stage.shard import Shard, evenly, put_together
+from mpkit.strategies.stage.shard import HeldPart, Shard, evenly, put_together
 
 degrees = st.integers(1, 4)
 
@@ -72,4 +72,4 @@ def test_the_shards_of_a_parameter_make_it_whole(data: st.DataObject) -> None:
     ]
     parts = [shard.take(whole) for shard in shards]
     assert all(tuple(part.shape) == shard.shape for part, shard in zip(parts, shards, strict=True))
-    assert torch.equal(put_together(shards, parts), whole)
+    assert torch.equal(put_together(list(map(HeldPart.of_shard, shards, parts))), whole)

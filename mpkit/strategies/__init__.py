@@ -12,17 +12,17 @@ Where each strategy is read: in `reference`, then in the module that trains:
     recomputation               -                                stage/recompute
     nn.DataParallel             reference/dp                     nn_dataparallel/dp
     DDP                         reference/bucketed_ddp           replicas/ddp, reducer
-    ZeRO 1, 2, 3                reference/zero1, zero2, zero3    replicas/zero, zero3; replicas/reducer, gather
+    ZeRO 1, 2, 3                reference/zero1, zero2, zero3    replicas/zero; replicas/reducer, gather
     hybrid shards               reference/hybrid_shards          replicas/part
     tensor, sequence parallel   reference/tensor/                tensor/operators, region
     divided vocabulary          reference/tensor/                tensor/vocabulary
-    ring attention              reference/ring_attention         context/ring, block
+    ring attention              reference/ring_attention         context/ring
     Ulysses                     reference/ulysses                context/ulysses
-    experts                     reference/experts/               experts/divided_experts
-    balanced routing            reference/experts/balance        models/experts/routing, runtime/batch_routing
+    experts                     reference/experts/               experts/divide
+    balanced routing            reference/experts/balance        models/experts, runtime/experts
     tied weights                -                                replicas/tied
     BatchNorm over replicas     -                                replicas/batchnorm
-    mixed precision             reference/serial                 update/master_weights, loss_scaler
+    mixed precision             reference/serial                 update/master_weights, update
     checkpoints                 -                                checkpoint/, runtime/checkpoints
 
 A step, from the loop to a layer: runtime/train -> runtime/pipeline -> compute/stage_work -> compute/stage_forward.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.checkpoint.lock import FolderLock
+from mpkit.strategies.checkpoint.files import FolderLock
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -134,7 +134,7 @@ def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
 HOLD = """
 import sys
 from pathlib import Path
-from mpkit.strategies.checkpoint.lock import FolderLock
+from mpkit.strategies.checkpoint.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

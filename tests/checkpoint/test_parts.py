@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mpkit.strategies.checkpoint.head import DamagedCheckpoint
-from mpkit.strategies.checkpoint.parts import HeldPart, SavedParts, name_of, write_rank
-from mpkit.strategies.stage.shard import Shard, evenly
+from mpkit.strategies.checkpoint.parts import SavedParts, name_of, write_rank
+from mpkit.strategies.stage.shard import HeldPart, Shard, evenly
 
 SHAPES = [(6, 8), (5,), (7, 3), (2, 5, 6), (1, 9), ()]
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkit as mk
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.sequence import ORDERS, pieces
 from mpkit.trace import Kind

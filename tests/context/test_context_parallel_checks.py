@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, positions_of, sequence_part
 from mpkit.strategies.models.gpt import GPT

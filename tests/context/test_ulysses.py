@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mpkit as mk
 from mpkit.devices.hardware import collective_time
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.trace import Kind
 from tests.serial import EXACT

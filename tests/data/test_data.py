@@ -182,7 +182,7 @@ class Endless(Dataset[Any]):
         (lambda: mk.Batches(points(3), 4, drop_last=True), "batch_size=3 makes one"),
         (lambda: mk.Batches(points(3), 2)[-1], "step=-1"),
         (lambda: mk.Batches([torch.zeros(2)] * 3, 2)[0], "not a pair"),
-        (lambda: mk.Batches([("a", 1)] * 3, 2)[0], "makes no tensors"),
+        (lambda: mk.Batches([("a", 1)] * 3, 2)[0], "the inputs of a sample are tuple: a tensor"),
         (lambda: mk.Batches([(torch.zeros(i), 1) for i in (1, 2)], 2)[0], "do not go into one batch"),
     ],
 )

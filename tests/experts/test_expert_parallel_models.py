@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.experts.known_experts import find_experts
+from mpkit.strategies.experts.divide import find_experts
 from mpkit.strategies.reference.experts.balance import auxiliary_loss
 from tests.serial import Train, check_equal, same, serial
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of

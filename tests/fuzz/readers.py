@@ -27,8 +27,9 @@ from mpkit.errors import TraceError
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.strategies.checkpoint.files import digest
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, seal
-from mpkit.strategies.checkpoint.parts import HeldPart, write_rank
+from mpkit.strategies.checkpoint.parts import write_rank
 from mpkit.strategies.prepare.resume import find_checkpoint
+from mpkit.strategies.stage.shard import HeldPart
 from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import HEADER, Kind, Trace

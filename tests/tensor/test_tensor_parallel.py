@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.stage.shard import put_together
+from mpkit.strategies.comm.fake_group import FakeGroup
+from mpkit.strategies.stage.shard import HeldPart, put_together
 from mpkit.strategies.tensor import shard_model
 
 Clusters = Callable[[int], mk.Cluster]
@@ -65,7 +65,9 @@ def check_equal(clusters: Clusters, t: int, *cases: Case, rtol: float = 1e-8) ->
                 assert found == [None] * t, name
                 continue
             if name in shards[0]:
-                found = [put_together([mine[name] for mine in shards], found)]
+                found = [
+                    put_together([HeldPart.of_shard(s[name], x) for s, x in zip(shards, found, strict=True)])
+                ]
             for gradient in found:
                 torch.testing.assert_close(
                     gradient, expected, rtol=rtol, atol=rtol / 100, msg=lambda m, n=name: f"{n}: {m}"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.stage.shard import evenly
 from mpkit.strategies.tensor import shard_model
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, scatter

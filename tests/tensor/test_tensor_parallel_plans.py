@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import GPT, MLP
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.tensor import check, shard_model
 from tests.recipes import sgd
 from tests.serial import Train

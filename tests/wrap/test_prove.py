@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.models import GPT
-from mpkit.strategies.tensor import by_hand, operators
+from mpkit.strategies.tensor import operators, shards
 from mpkit.strategies.wrappers.pipeline import PipelineParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -183,7 +183,7 @@ def a_divided_fault(ctx: Any, kind: str) -> str:
     split = PipelineParallel._split
     wrong: dict[str, Any] = {
         "width": patch.object(operators._G, "forward", staticmethod(lambda ctx, group, y: y.clone())),
-        "sequence": patch.object(by_hand, "_sum", lambda group, gradient: gradient),
+        "sequence": patch.object(shards, "_sum", lambda group, gradient: gradient),
         "pipeline": patch.object(PipelineParallel, "_split", lambda *given: split(*given)[:1] * 2),
     }
     with wrong[kind], pytest.raises(mk.errors.NotSerial) as e:

@@ -27,7 +27,7 @@ from transformers import (
 
 import mpkit as mk
 from mpkit.models import GPT, ResNet
-from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.trace import CATEGORIES, Kind, RankTrace
 from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss

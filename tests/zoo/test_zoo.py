@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.strategies.experts.known_experts import find_experts
+from mpkit.strategies.experts.divide import find_experts
 from tests.recipes import sgd
 from tests.serial import serial
 from tests.zoo.architectures import ARCHITECTURES, Architecture, batch_of, build, loss_of

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpkit.common.torch_private import _Loss, tree_leaves
 from mpkit.launch.watch.actions import Actions
-from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.trace import Kind
 from mpkit.trace.record.hooks import layers_of
 from mpkit.trace.record.recorder import Recorder

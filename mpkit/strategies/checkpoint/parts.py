@@ -15,19 +15,16 @@ import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpkit.common.disk import name_full_disk
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
-from mpkit.strategies.stage.shard import Shard
+from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
 
-__all__ = ["HeldPart", "SavedParts", "check_told", "name_of", "write_rank"]
-
-Place = tuple[Any, ...]
-"""The whole shape, the ranges by divided dimension with the outermost last, and the first element."""
+__all__ = ["SavedParts", "check_told", "name_of", "write_rank"]
 
 
 def name_of(rank: int) -> str:
@@ -35,41 +32,8 @@ def name_of(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-class HeldPart(NamedTuple):
-    """Elements of a local parameter, flattened, from `start` on.
-
-    Attributes:
-        tensor: those elements, in one dimension.
-        whole: the shape of the whole parameter.
-        start: index of the first one in the local parameter.
-        shard: the part of the whole parameter that is local; None if all of it is.
-    """
-
-    tensor: Tensor
-    whole: tuple[int, ...]
-    start: int = 0
-    shard: Shard | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where it lies, in numbers.
-
-        >>> HeldPart(torch.zeros(3), (4, 2), 1, Shard((4, 2), 0, (range(2, 4),))).place
-        ((4, 2), ((0, ((2, 4),)),), 1)
-        """
-        divided, shard = [], self.shard
-        while shard is not None:
-            divided.append((shard.dim, tuple((part.start, part.stop) for part in shard.ranges)))
-            shard = shard.across
-        return tuple(self.whole), tuple(divided), self.start
-
-
 def write_rank(path: Path, parts: Mapping[str, HeldPart]) -> None:
-    """Write a rank's file, and flush it to the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a rank's file, and flush it to the disk."""
     content = {name: {"tensor": _compact(part.tensor), "place": part.place} for name, part in parts.items()}
     with name_full_disk(path.parent), path.open("xb") as file:
         try:
@@ -98,16 +62,12 @@ class SavedParts:
     >>> columns.tensor
     tensor([0., 0., 1., 1.])
 
-    Args:
-        folder: the checkpoint.
-        names: the files' names.
-
     Raises:
         DamagedCheckpoint: a file holds something else.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self._parts: dict[str, list[tuple[Place, Tensor]]] = {}
+        self._parts: dict[str, list[HeldPart]] = {}
         for file in names:
             try:
                 content = torch.load(folder / file, map_location="cpu", mmap=True, weights_only=True)
@@ -119,7 +79,9 @@ class SavedParts:
             if not isinstance(content, dict) or not all(map(_is_part, content.items())):
                 raise DamagedCheckpoint(f"{file} is not what a rank writes")
             for name, part in content.items():
-                self._parts.setdefault(name, []).append((part["place"], part["tensor"]))
+                whole, divided, start = part["place"]
+                held = HeldPart(part["tensor"], whole, start, _shard(whole, divided))
+                self._parts.setdefault(name, []).append(held)
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is such an entry."""
@@ -132,11 +94,11 @@ class SavedParts:
 
     def numel(self, name: str) -> int:
         """Return how many elements of an entry there are; 0 of one that is not there."""
-        return sum(tensor.numel() for _, tensor in self._parts.get(name, ()))
+        return sum(part.tensor.numel() for part in self._parts.get(name, ()))
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of an entry."""
-        return self._parts[name][0][1].dtype
+        return self._parts[name][0].tensor.dtype
 
     def read(self, name: str, into: HeldPart) -> None:
         """Fill a rank's part of an entry, however the ranks were divided that wrote it.
@@ -144,14 +106,14 @@ class SavedParts:
         Raises:
             DamagedCheckpoint: it is not there, or not each of its elements once.
         """
-        parts = self._parts.get(name, [])
-        same = [t for place, t in parts if place == into.place and t.numel() == into.tensor.numel()]
-        if same:
-            into.tensor.copy_(same[0])
-            return
-        whole = _put_together(name, tuple(into.whole), parts)
+        parts, numel = self._parts.get(name, []), into.tensor.numel()
+        for part in parts:
+            if part.place == into.place and part.tensor.numel() == numel:
+                into.tensor.copy_(part.tensor)
+                return
+        whole = _whole(name, tuple(into.whole), parts)
         local = whole if into.shard is None else into.shard.take(whole)
-        into.tensor.copy_(local.reshape(-1)[into.start : into.start + into.tensor.numel()])
+        into.tensor.copy_(local.reshape(-1)[into.start : into.start + numel])
 
 
 def _is_part(entry: Any) -> bool:
@@ -188,28 +150,15 @@ def _shard(whole: tuple[int, ...], divided: tuple[Any, ...]) -> Shard | None:
     return shard
 
 
-def _put_together(name: str, shape: tuple[int, ...], parts: list[tuple[Place, Tensor]]) -> Tensor:
+def _whole(name: str, shape: tuple[int, ...], parts: list[HeldPart]) -> Tensor:
     """Return the whole of an entry, of which each element has to be there once."""
-    count = sum(tensor.numel() for _, tensor in parts)
-    if count != prod(shape) or any(place[0] != shape for place, _ in parts):
+    count = sum(part.tensor.numel() for part in parts)
+    if count != prod(shape) or any(part.whole != shape for part in parts):
         raise DamagedCheckpoint(f"of {name}, which has {prod(shape)} elements of shape {shape}, {count} fit")
-    whole, seen = torch.empty(shape, dtype=parts[0][1].dtype), torch.zeros(shape, dtype=torch.uint8)
-    of_shards: dict[Place, list[tuple[int, Tensor]]] = {}
-    for (_, divided, start), tensor in parts:
-        of_shards.setdefault(divided, []).append((start, tensor))
-    for divided, ranges in of_shards.items():
-        shard = _shard(shape, divided)
-        local = shard.take(whole) if shard else whole
-        there = shard.take(seen) if shard else seen
-        for start, tensor in ranges:
-            local.view(-1)[start : start + tensor.numel()] = tensor
-            there.view(-1)[start : start + tensor.numel()] += 1
-        if shard:
-            shard.put(local, whole)
-            shard.put(there, seen)
-    if not bool((seen == 1).all()):
+    ones = [part._replace(tensor=torch.ones(part.tensor.numel(), dtype=torch.uint8)) for part in parts]
+    if not bool(put_together(ones).all()):
         raise DamagedCheckpoint(f"parts of {name} lie over each other")
-    return whole
+    return put_together(parts)
 
 
 def check_told(head: CheckpointHead, saved: SavedParts) -> None:

@@ -1,13 +1,4 @@
-"""What a communication's arguments have to be, and errors that say what would fit.
-
-member       only members of a group call its collectives
-root, peer   a rank that exists, numbered as in the communicator that is called
-reducible    a tensor that can be reduced in that way
-part_shape   a tensor that is cut into equal parts
-uneven_parts  a tensor that is cut into parts of given sizes
-out          a tensor that the backend can fill
-tag          an integer, or a letter and an integer; it distinguishes messages between the same two ranks
-"""
+"""What a communication's arguments have to be; each error says what would fit."""
 
 from __future__ import annotations
 
@@ -20,26 +11,23 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
+    from mpkit.strategies.comm.wire import Wire
 
 __all__ = [
     "LIMIT",
-    "member",
+    "check_member",
+    "check_reducible",
     "output_tensor",
     "part_shape",
-    "peer",
-    "reducible",
-    "root",
+    "peer_of",
+    "root_of",
     "tag_number",
     "uneven_parts",
 ]
 
 
-def member(group: Communicator, what: str) -> Communicator:
-    """Return the group, whose collective `what` this rank calls.
-
-    Raises:
-        ValueError: this rank is not a member.
-    """
+def check_member(group: Communicator, what: str) -> Communicator:
+    """Return the group, whose collective `what` this rank calls; only members call it."""
     if group.rank not in group.ranks:
         raise ValueError(
             f"rank {group.rank} called {what} in the group of ranks {list(group.ranks)}, to which it does not "
@@ -48,12 +36,8 @@ def member(group: Communicator, what: str) -> Communicator:
     return group
 
 
-def root(comm: Communicator, group: Communicator, number: int, what: str) -> int:
-    """Return the global rank of a root, the member of `comm` with this number.
-
-    Raises:
-        ValueError: it is not a member of the group.
-    """
+def root_of(comm: Communicator, group: Communicator, number: int, what: str) -> int:
+    """Return the global rank of a root: the member of `comm` with this number, which has to be in the group."""
     if not 0 <= number < comm.size or comm.ranks[number] not in group.ranks:
         numbered = "global ranks" if comm.size == comm.world_size else f"numbered from 0 to {comm.size - 1}"
         raise ValueError(
@@ -62,12 +46,8 @@ def root(comm: Communicator, group: Communicator, number: int, what: str) -> int
     return comm.ranks[number]
 
 
-def peer(comm: Communicator, number: int, what: str) -> int:
-    """Return the global rank of the other end of a message, the member of `comm` with this number.
-
-    Raises:
-        ValueError: it does not exist, or is this rank itself.
-    """
+def peer_of(comm: Communicator, number: int, what: str) -> int:
+    """Return the global rank of the other end of a message: the member of `comm` with this number."""
     if number == comm.index or not 0 <= number < comm.size:
         others = f"there are ranks 0 to {comm.size - 1}"
         why = "that is this rank itself" if number == comm.index else others
@@ -75,12 +55,8 @@ def peer(comm: Communicator, number: int, what: str) -> int:
     return comm.ranks[number]
 
 
-def reducible(tensor: Tensor, op: str) -> None:
-    """Check that a tensor can hold the result of a reduction.
-
-    Raises:
-        ValueError: it is a mean of integers, which has no room for fractions.
-    """
+def check_reducible(tensor: Tensor, op: str) -> None:
+    """Reject a mean of integers, which have no room for fractions."""
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
             f'all_reduce(op="mean") of {tensor.dtype}: the mean is written into the tensor itself, which holds '
@@ -89,11 +65,7 @@ def reducible(tensor: Tensor, op: str) -> None:
 
 
 def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...]:
-    """Return the shape of one of n equal parts.
-
-    Raises:
-        ValueError: the first dimension is not a multiple of n.
-    """
+    """Return the shape of one of n equal parts of the first dimension."""
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
         raise ValueError(
             f"{what} cuts the first dimension into {group.size} equal parts, one per rank, which a tensor of "
@@ -105,11 +77,7 @@ def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...
 def uneven_parts(
     group: Communicator, tensor: Tensor, sends: Sequence[int] | None, receives: Sequence[int] | None
 ) -> tuple[list[int], list[int]] | None:
-    """Return the rows for each member and the rows from each of an all-to-all; None where parts are equal.
-
-    Raises:
-        ValueError: the numbers do not fit the group or the tensor.
-    """
+    """Return the rows for each member and the rows from each of an all-to-all; None where parts are equal."""
     if sends is None and receives is None:
         return None
     n, rows = group.size, tensor.shape[0] if tensor.dim() else 0
@@ -122,16 +90,10 @@ def uneven_parts(
     return list(sends), list(receives)
 
 
-def output_tensor(
-    comm: Communicator, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str
-) -> Tensor:
-    """Return the tensor that the backend fills: `out` if it is given and the backend can fill it.
-
-    Raises:
-        ValueError: `out` has another shape or dtype, or is not contiguous.
-    """
-    if out is None or comm.wire.staged:
-        return comm.wire.make_buffer(shape, like)
+def output_tensor(wire: Wire, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str) -> Tensor:
+    """Return the tensor that the backend fills: `out` if it is given and the backend can fill it."""
+    if out is None or wire.staged:
+        return wire.make_buffer(shape, like)
     if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
         raise ValueError(
             f"{what}(out=...) fills a contiguous tensor of shape {shape} and {like.dtype}; this one has shape "

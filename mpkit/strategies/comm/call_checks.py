@@ -6,7 +6,9 @@
 When calls do not match, the last rank to publish sees the others' fingerprints and raises before it starts its own
 call. The other ranks therefore never receive data, and no backend meets mismatched sizes, at which it might abort.
 Nothing is sent: fingerprints are stored in files that all ranks map into memory, as a table of (collectives) x (members
-of the group) and as one log of messages per rank.
+of the group) and as one log of messages per rank. Both consist of 64-bit words, each with one writer. Words are written
+and read atomically, so a reader sees either the old value or the new one; 0 means that the word has not been written.
+The file only grows: the first rank that needs more of it extends it.
 
 After a mismatch, the calls and their source lines are read from the ranks' traces.
 
@@ -27,6 +29,9 @@ fingerprints through a process group of its own before each collective.
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import sys
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -37,11 +42,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from mpkit.common.disk import NO_LINK
 from mpkit.errors import CommMismatch
 from mpkit.strategies.comm.arguments import tag_number
-from mpkit.strategies.comm.call_files import CallTable, Log
 from mpkit.trace import Kind, read_rank
 from mpkit.trace.mismatch import find_issued, why_not
+from mpkit.trace.record.files import claim
 
 __all__ = ["CallChecks", "CheckedCall", "Fingerprint", "Fingerprints"]
 
@@ -95,6 +101,104 @@ def fingerprint_of(kind: int, text: str, root: int = -1) -> Fingerprint:
     return Fingerprint(int.from_bytes(digest.replace(b"\0", b"\1"), "little"), text)
 
 
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+class SharedWords:
+    """The words of one file, which the first rank to open it creates.
+
+    Attributes:
+        words: all words that this process has mapped so far; `hold` may replace the view.
+    """
+
+    words: memoryview
+
+    def __init__(self, path: Path, count: int) -> None:
+        self._path = path
+        self._map(count)
+
+    def hold(self, count: int) -> None:
+        """Map at least `count` words."""
+        if count > len(self.words):
+            self._map(max(count, 2 * len(self.words)))
+
+    def _map(self, count: int) -> None:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            size = os.fstat(file).st_size
+            if size < 8 * count:
+                size = 8 * count
+                claim(file, size)
+            self.words = memoryview(mmap.mmap(file, size)).cast("Q")
+            fcntl.flock(file, fcntl.LOCK_UN)  # the mapping keeps the file open, and with it the lock
+        finally:
+            os.close(file)
+
+
+class CallTable:
+    """The collectives of a group.
+
+    Attributes:
+        name: the group's name, as the trace spells it.
+        size: the number of members, which is also the number of words per row.
+    """
+
+    def __init__(self, path: Path, ranks: tuple[int, ...], rank: int) -> None:
+        self.name = ",".join(map(str, ranks))
+        self.ranks = ranks
+        self.size = len(ranks)
+        self._column = ranks.index(rank)
+        self._shared = SharedWords(path, 512 * self.size)
+
+    def publish(self, number: int, word: int) -> None:
+        """Write this rank's word of a row."""
+        first = number * self.size
+        if first + self.size > len(self._shared.words):
+            self._shared.hold(first + self.size)
+        self._shared.words[first + self._column] = word
+
+    def row(self, number: int) -> memoryview:
+        """Return the words of all members, with 0 for those that have not reached the call.
+
+        This rank must have published its own word of that row first.
+        """
+        first = number * self.size
+        return self._shared.words[first : first + self.size]
+
+
+class Log:
+    """The messages of one rank, to and from all other ranks, in the order in which it issued them.
+
+    A message has three words: the peer, the direction and the tag (`key`); its number under that key; its fingerprint.
+    The first word of the file counts the messages.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._shared = SharedWords(path, 1 + 3 * 512)
+        self._count = 0  # messages written, or read, so far
+
+    def publish(self, key: int, number: int, word: int) -> None:
+        """Write one message; only the rank whose log it is calls this."""
+        at = 1 + 3 * self._count
+        self._shared.hold(at + 3)
+        words = self._shared.words
+        words[at], words[at + 1], words[at + 2] = key, number, word
+        self._count += 1
+        words[0] = self._count  # written last, so that every message it counts is complete
+
+    def news(self) -> memoryview:
+        """Return the words of the messages published since the last call; the other ranks call this."""
+        count = self._shared.words[0]
+        first, last = 1 + 3 * self._count, 1 + 3 * count
+        self._shared.hold(last)
+        self._count = count
+        return self._shared.words[first:last]
+
+
+# ---- calls --------------------------------------------------------------------------------------------------
+
+
 UNWRITTEN = bytes(8)
 
 
@@ -108,18 +212,10 @@ class CheckedCall(Protocol):
     text: str
 
     def publish(self) -> None:
-        """Publish the call to the peers and compare it with what they have published so far.
-
-        Raises:
-            CommMismatch: the calls do not match.
-        """
+        """Publish the call to the peers and compare it with what they have published so far."""
 
     def compare(self) -> None:
-        """Compare the call once more with what the peers have published since.
-
-        Raises:
-            CommMismatch: the calls do not match.
-        """
+        """Compare the call once more with what the peers have published since."""
 
 
 class Collective:
@@ -223,12 +319,7 @@ class UnevenExchange:
 
 
 class CallChecks:
-    """One rank's calls and its view of its peers' calls.
-
-    Args:
-        folder: the folder of the launch, which all ranks share.
-        rank: this rank.
-    """
+    """One rank's calls and its view of its peers' calls."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self.rank = folder, rank
@@ -301,16 +392,7 @@ class CallChecks:
         return found
 
     def refuse(self, group: str, number: int, other: int) -> None:
-        """Raise the error that a call of this rank does not match a call of another rank.
-
-        Args:
-            group: the group of the call, as the trace spells it.
-            number: the number of the call within the group.
-            other: the other rank.
-
-        Raises:
-            CommMismatch: always.
-        """
+        """Raise the error that a call of this rank does not match a call of another rank."""
         mine, theirs = (
             find_issued(rank, read_rank(self._folder, rank), group, number) for rank in (self.rank, other)
         )

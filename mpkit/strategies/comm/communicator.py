@@ -4,44 +4,68 @@ Each call leaves a communication op in the trace (kind, group, its number in the
 and when it was seen to be complete) and, where the caller waits for it, a WAIT op. Hangs are explained from these ops:
 a rank that waits has an open WAIT, and a rank that never made the call has no op of that number.
 
-The methods are written as functions, by concept:
-
-    collectives     every rank of the group plays the same role, or one rank of it sends or receives
-    messages        from one rank to another
+    collectives     every rank of the group plays the same role, or one rank of it, the root, sends or receives
+    messages        from one rank to another, matched by a tag
     groups          which ranks form a communicator
 
-All of them have the same phases:
+All methods have the same phases:
 
-    check       the caller is a member, roots exist, parts are equal; the call gets its number (`next_collective`)
+    check       the caller is a member, roots exist, parts are equal (`arguments`)
+    number      the call gets its number in its group or channel (`next_collective`)
     stage       the tensor as the backend takes it (`Wire.prepare_send`)
-    record      the op begins in the trace, with the source line of the call (these three are `Wire.issue`)
-    publish     the call is compared with what its peers have published
-    start       torch.distributed is called
+    issue       record the op with the user's line, publish the call to its peers, call torch (`Wire.issue`)
     wait        torch's handle, the comparison once more, the end of the op (`Work.wait`)
 
-Source: the communicators of the MPI standard, chapter 7, which torch.distributed calls process groups.
+Payload is counted as in nccl-tests: the tensor for all-reduce, broadcast and reduce, and the whole (gathered or not yet
+scattered) tensor for the others; of an all-to-all of uneven parts what this rank sends.
+
+Source: the MPI standard, chapters 6 and 7, whose communicators torch.distributed calls process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
+from typing import Any, Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from mpkit.strategies.comm import collectives, groups, messages
-from mpkit.strategies.comm.wire import CallNumber, Wire
+from mpkit.strategies.comm.arguments import (
+    check_member,
+    check_reducible,
+    output_tensor,
+    part_shape,
+    peer_of,
+    root_of,
+    tag_number,
+    uneven_parts,
+)
+from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduce_scatter
+from mpkit.strategies.comm.wire import CallNumber, Wire, Work
 from mpkit.trace import Kind
 
 __all__ = ["Communicator"]
+
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided afterwards, which every backend supports
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+"""What torch is asked for."""
 
 
 class Communicator:
     """A group of ranks as seen by one of them: `ctx.comm` is that of all ranks.
 
     Tensors live on `ctx.device`. Roots, sources and destinations count the ranks of the communicator that is called,
-    which on `ctx.comm` are the global ranks; only `group` takes global ranks everywhere.
+    which on `ctx.comm` are the global ranks; only `group` takes global ranks everywhere. A collective is among all
+    ranks of the communicator, or among those of its argument `group`. With `async_op=True` it returns a `Work` at once,
+    whose `wait()` returns the result.
 
     >>> import mpkit as mk, torch
     >>> def sums(ctx):
@@ -64,7 +88,6 @@ class Communicator:
         size: the number of members, n.
         index: this rank's place among the members, 0 to n - 1; -1: it is no member.
         name: the members as the trace spells them: "0,1,2,3".
-        issued: the number of collectives so far, which is the number of the next one.
         label: tells communicators of the same ranks apart, "" for the first one: ranks that use them in different
             orders get an error, and not each other's numbers.
     """
@@ -89,44 +112,23 @@ class Communicator:
 
     @property
     def issued(self) -> int:
-        """The number of collectives of these ranks so far."""
+        """The number of collectives of these ranks so far, which is the number of the next one."""
         return self._counts["issued"]
 
-    @issued.setter
-    def issued(self, number: int) -> None:
-        self._counts["issued"] = number
-
-    def sibling(self) -> Communicator:
-        """Return another communicator of the same ranks, whose calls match only its own."""
-        self._counts["siblings"] += 1
-        made = copy(self)
-        made.label = f"{self.name}, number {self._counts['siblings'] + 1}"
-        return made
-
-    # ---- collectives
-    all_reduce = collectives.all_reduce
-    all_gather = collectives.all_gather
-    reduce_scatter = collectives.reduce_scatter
-    all_to_all = collectives.all_to_all
-    barrier = collectives.barrier
-    broadcast = collectives.broadcast
-    reduce = collectives.reduce
-    gather = collectives.gather
-    scatter = collectives.scatter
-    # ---- messages
-    send = messages.send
-    recv = messages.recv
-    isend = messages.isend
-    irecv = messages.irecv
-    # ---- groups
-    group = groups.group
-    adopt = groups.adopt
-    device_mesh = groups.device_mesh
+    def take_number(self) -> int:
+        """Return the number of the next collective, and count it."""
+        self._counts["issued"] += 1
+        return self._counts["issued"] - 1
 
     def next_collective(
-        self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "",
-        *, parts: tuple[list[int], list[int]] | None = None,
-    ) -> CallNumber:  # fmt: skip
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        root: int = -1,
+        reduction: str = "",
+        *,
+        parts: tuple[list[int], list[int]] | None = None,
+    ) -> CallNumber:
         """Return this group's next collective, which takes its number.
 
         Args:
@@ -136,9 +138,7 @@ class Communicator:
             reduction: the reduction that all members must name.
             parts: the rows for each member and from each, where they may differ.
         """
-        number = self.issued
-        self.issued = number + 1
-        what = self.wire.what
+        number, what = self.take_number(), self.wire.what
         checks = self.wire.checks or (self.wire.checks_of_layers if what else None)
         call = None
         if checks is not None and self.size > 1:
@@ -150,13 +150,372 @@ class Communicator:
                 )
         return CallNumber(kind, self.name, number, root, call)
 
+    # ---- collectives in which every rank contributes and receives ----------------------------------------
+
+    @overload
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        group: Communicator | None = ...,
+        async_op: Literal[False] = ...,
+        *,
+        op: str = ...,
+    ) -> Tensor: ...
+    @overload
+    def all_reduce(
+        self, tensor: Tensor, group: Communicator | None = ..., *, async_op: Literal[True], op: str = ...
+    ) -> Work: ...
+    def all_reduce(
+        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False, *, op: str = "sum"
+    ) -> Tensor | Work:
+        """Replace each rank's tensor by the sum (or "mean", "max", "min") of all ranks' tensors, in place.
+
+        Args:
+            tensor: any shape, the same on every rank; overwritten, and returned.
+            group: some of this communicator's ranks; None: all of them.
+            async_op: return a `Work` at once.
+            op: "sum", "mean", "max" or "min".
+        """
+        # ---- check
+        group, wire = check_member(group or self, "all_reduce"), self.wire
+        if op not in REDUCTIONS:
+            raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
+        check_reducible(tensor, op)
+        # ---- stage
+        sent = wire.prepare_send(tensor)
+        result = partial(wire.finish_receive, sent, tensor)
+        # ---- number, issue
+        work = wire.issue(
+            group.next_collective(Kind.ALL_REDUCE, tensor, reduction=op),
+            tensor.nbytes,
+            partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True),
+            partial(_divide_result, result, group.size) if op == "mean" else result,
+            waits=not async_op,
+        )
+        # ---- wait
+        return work if async_op else work.wait()
+
+    @overload
+    def all_gather(
+        self, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+        *, out: Tensor | None = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def all_gather(
+        self, tensor: Tensor, group: Communicator | None = ..., *, async_op: Literal[True], out: Tensor | None = ...
+    ) -> Work: ...  # fmt: skip
+    def all_gather(
+        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+        *, out: Tensor | None = None,
+    ) -> Tensor | Work:  # fmt: skip
+        """Return all ranks' tensors, concatenated along the first dimension.
+
+        Args:
+            tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the size of the group.
+            group, async_op: as for `all_reduce`.
+            out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
+        """
+        group, wire = check_member(group or self, "all_gather"), self.wire
+        sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
+        whole = output_tensor(wire, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
+        work = wire.issue(
+            group.next_collective(Kind.ALL_GATHER, sent),
+            group.size * tensor.nbytes,
+            partial(start_all_gather, group, whole, sent),
+            partial(wire.finish_receive, whole, out),
+            waits=not async_op,
+        )
+        return work if async_op else work.wait()
+
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+        *, out: Tensor | None = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, group: Communicator | None = ..., *, async_op: Literal[True], out: Tensor | None = ...
+    ) -> Work: ...  # fmt: skip
+    def reduce_scatter(
+        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+        *, out: Tensor | None = None,
+    ) -> Tensor | Work:  # fmt: skip
+        """Sum the tensors of all ranks and return this rank's n-th part of the first dimension.
+
+        Args:
+            tensor: (n k, ...), n the size of the group. Returns (k, ...).
+            group, async_op: as for `all_reduce`.
+            out: (k, ...), filled and returned; None: a new tensor. It may be this rank's part of `tensor`.
+        """
+        group, wire = check_member(group or self, "reduce_scatter"), self.wire
+        part = part_shape(group, tensor, "reduce_scatter")
+        sent = wire.prepare_send(tensor)
+        mine = output_tensor(wire, out, part, sent, "reduce_scatter")
+        work = wire.issue(
+            group.next_collective(Kind.REDUCE_SCATTER, tensor),
+            tensor.nbytes,
+            partial(start_reduce_scatter, group, mine, sent),
+            partial(wire.finish_receive, mine, out),
+            waits=not async_op,
+        )
+        return work if async_op else work.wait()
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        group: Communicator | None = None,
+        *,
+        sends: Sequence[int] | None = None,
+        receives: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
+
+        Parts are equal, or rows of the numbers in `sends`; then `receives` has what the other ranks send to this one,
+        which they have to agree on before, by an all_to_all of the numbers.
+
+        Args:
+            tensor: (n k, ...), n the size of the group. Returns (n k, ...). With uneven parts (sum of `sends`, ...);
+                returns (sum of `receives`, ...).
+            group: as for `all_reduce`.
+            sends: by member, the rows for it; None: equally many for each.
+            receives: by member, the rows that it sends to this rank; None where `sends` is None.
+        """
+        group, wire = check_member(group or self, "all_to_all"), self.wire
+        parts = uneven_parts(group, tensor, sends, receives)
+        if parts is None:
+            part_shape(group, tensor, "all_to_all")
+        to, of = parts or (None, None)
+        sent = wire.prepare_send(tensor)
+        swapped = wire.make_buffer(sent.shape if of is None else (sum(of), *sent.shape[1:]), sent)
+        return wire.issue(
+            group.next_collective(Kind.ALL_TO_ALL, tensor, parts=parts),
+            tensor.nbytes,
+            partial(dist.all_to_all_single, swapped, sent, of, to, group.handle, async_op=True),
+            partial(wire.finish_receive, swapped),
+            waits=True,
+            rows=to or (),
+        ).wait()
+
+    def barrier(self, group: Communicator | None = None) -> None:
+        """Wait until every rank of the group has reached this call."""
+        group = check_member(group or self, "barrier")
+        nothing = torch.empty(0)
+        start = partial(dist.barrier, group.handle, async_op=True)
+        number = group.next_collective(Kind.BARRIER, nothing)
+        self.wire.issue(number, 0, start, lambda: nothing, waits=True).wait()
+
+    # ---- collectives with a root: it sends to all ranks of the group, or receives from all ----------------
+
+    def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+        """Copy rank `src`'s tensor into every rank's tensor, in place.
+
+        Args:
+            tensor: any shape, the same on every rank; overwritten, and returned.
+            src: the root.
+            group: as for `all_reduce`.
+        """
+        group, wire = check_member(group or self, "broadcast"), self.wire
+        source = root_of(self, group, src, "broadcast")
+        sent = wire.prepare_send(tensor)
+        return wire.issue(
+            group.next_collective(Kind.BROADCAST, tensor, source),
+            tensor.nbytes,
+            partial(dist.broadcast, sent, source, group.handle, async_op=True),
+            partial(wire.finish_receive, sent, tensor),
+            waits=True,
+        ).wait()
+
+    def reduce(
+        self, tensor: Tensor, dst: int = 0, group: Communicator | None = None, *, in_place: bool = False
+    ) -> Tensor:
+        """Return the sum of all ranks' tensors on rank `dst`, and a rank's own tensor on the others.
+
+        Args:
+            tensor: any shape, the same on every rank.
+            dst: the root.
+            group: as for `all_reduce`.
+            in_place: write the sum into `dst`'s tensor; the contents of the other ranks' tensors are then undefined.
+        """
+        group, wire = check_member(group or self, "reduce"), self.wire
+        target = root_of(self, group, dst, "reduce")
+        sent = wire.prepare_send(tensor)
+        if not in_place:
+            sent = sent.clone()  # gloo leaves partial sums in every rank's tensor
+        at_root = partial(wire.finish_receive, sent, tensor if in_place else None)
+        return wire.issue(
+            group.next_collective(Kind.REDUCE, tensor, target),
+            tensor.nbytes,
+            partial(dist.reduce, sent, target, group=group.handle, async_op=True),
+            at_root if self.rank == target else lambda: tensor,
+            waits=True,
+        ).wait()
+
+    def gather(self, tensor: Tensor, dst: int = 0, group: Communicator | None = None) -> Tensor:
+        """Return all ranks' tensors on rank `dst`, concatenated along the first dimension.
+
+        Args:
+            tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
+            dst: the root.
+            group: as for `all_reduce`.
+        """
+        group, wire = check_member(group or self, "gather"), self.wire
+        target = root_of(self, group, dst, "gather")
+        sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
+        rows = group.size * sent.shape[0] if self.rank == target else 0
+        whole = wire.make_buffer((rows, *sent.shape[1:]), sent)
+        parts = list(whole.chunk(group.size)) if self.rank == target else None
+        return wire.issue(
+            group.next_collective(Kind.GATHER, sent, target),
+            group.size * tensor.nbytes,
+            partial(dist.gather, sent, parts, target, group.handle, async_op=True),
+            partial(wire.finish_receive, whole),
+            waits=True,
+        ).wait()
+
+    def scatter(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+        """Scatter rank `src`'s tensor: each rank receives its own n-th part of the first dimension.
+
+        Args:
+            tensor: (n k, ...), of the same shape on every rank. Only `src`'s values matter: the others may pass a
+                tensor without memory, `torch.empty(1).expand(n * k)`. Returns (k, ...).
+            src: the root.
+            group: as for `all_reduce`.
+        """
+        group, wire = check_member(group or self, "scatter"), self.wire
+        source = root_of(self, group, src, "scatter")
+        part = part_shape(group, tensor, "scatter")
+        sent = wire.prepare_send(tensor) if self.rank == source else tensor
+        mine = wire.make_buffer(part, sent)
+        parts = list(sent.chunk(group.size)) if self.rank == source else None
+        return wire.issue(
+            group.next_collective(Kind.SCATTER, tensor, source),
+            tensor.nbytes,
+            partial(dist.scatter, mine, parts, source, group.handle, async_op=True),
+            partial(wire.finish_receive, mine),
+            waits=True,
+        ).wait()
+
+    # ---- messages ----------------------------------------------------------------------------------------
+
+    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Work:
+        """Start sending `tensor` to rank `dst`; it must not be changed before `wait()`.
+
+        Args:
+            tensor: any shape; the receiver's buffer has the same.
+            dst: the receiving rank.
+            tag: an integer, or a letter and an integer such as "F3"; the matching `irecv` must use the same tag.
+        """
+        other = peer_of(self, dst, "isend")
+        number = self._next_message(Kind.SEND, other, tag, tensor)
+        sent = self.wire.prepare_send(tensor)
+        start = partial(dist.isend, sent, other, tag=tag_number(tag))
+        return self.wire.issue(number, tensor.nbytes, start, lambda: tensor)
+
+    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Work:
+        """Start receiving from rank `src` into `buffer`; `wait()` returns the filled buffer."""
+        other, wire = peer_of(self, src, "irecv"), self.wire
+        if not buffer.is_contiguous():
+            raise ValueError(
+                f"irecv needs a contiguous buffer, not one of strides {buffer.stride()}: torch.empty"
+            )
+        number = self._next_message(Kind.RECV, other, tag, buffer)
+        filled = wire.make_buffer(buffer.shape, buffer) if wire.staged else buffer
+        start = partial(dist.irecv, filled, other, tag=tag_number(tag))
+        return wire.issue(number, buffer.nbytes, start, partial(wire.finish_receive, filled, buffer))
+
+    def send(self, tensor: Tensor, dst: int, tag: int | str = 0) -> None:
+        """Send `tensor` to rank `dst` and wait until it may be changed again."""
+        self.isend(tensor, dst, tag).wait()
+
+    def recv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Tensor:
+        """Receive into `buffer` from rank `src` and wait until it is filled."""
+        return self.irecv(buffer, src, tag).wait()
+
+    def _next_message(self, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> CallNumber:
+        """Return the next message to or from a global rank, which takes its number in the channel.
+
+        Both ends know the channel as sender, receiver and tag: "0>4#F3".
+        """
+        wire = self.wire
+        tag_number(tag)  # raises if the tag is malformed
+        src, dst = (wire.rank, other) if kind == Kind.SEND else (other, wire.rank)
+        channel = f"{src}>{dst}#{tag}"
+        number = wire.messages.get(channel, 0)
+        wire.messages[channel] = number + 1
+        call = None
+        if wire.checks is not None:
+            call = wire.checks.message(kind, channel, number, other, tag, tensor)
+        return CallNumber(kind, channel, number, other, call)
+
+    # ---- groups ------------------------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """Return the communicator of these global ranks: pass it as `group`, or call its methods.
+
+        Every rank of the run makes this call in the same order, whether it is a member or not. Two groups of the same
+        ranks are two groups: a call of one of them does not match a call of the other.
+
+        Raises:
+            ValueError: there are no ranks, a rank does not exist, or a rank is given twice.
+            CommMismatch: another rank creates a different group, or calls a collective of all ranks.
+        """
+        members = tuple(sorted(ranks))
+        unique = len(set(members)) == len(members)
+        if not members or not unique or not 0 <= members[0] <= members[-1] < self.world_size:
+            raise ValueError(
+                f"group({list(ranks)}) needs different ranks out of 0 to {self.world_size - 1}, at least one; "
+                f"for all of them leave group=None"
+            )
+        known = self.wire.communicators.get(members)
+        return self.adopt(members, self._torch_group(members)) if known is None else known.sibling()
+
+    def sibling(self) -> Communicator:
+        """Return another communicator of the same ranks, whose calls match only its own."""
+        self._counts["siblings"] += 1
+        made = copy(self)
+        made.label = f"{self.name}, number {self._counts['siblings'] + 1}"
+        return made
+
+    def adopt(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:
+        """Return the communicator of these ranks, in ascending order, for an existing torch group."""
+        known = self.wire.communicators
+        if ranks not in known:
+            known[ranks] = self.subgroup(ranks, handle)
+        return known[ranks]
+
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:
         """Return a new communicator of some of the ranks; `group` and `adopt` keep one for each set of ranks."""
         return Communicator(self.wire, ranks, handle)
 
-    def delays(self, pause: Callable[[], None]) -> None:
-        """Call `pause` before each communication from now on.
+    def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh | None:
+        """Create torch's mesh of all ranks, with the given name and length of each axis; its groups can be adopted.
 
-        The pause belongs to no op, and so does not advance a virtual clock.
+        Every rank makes this call at the same time. A communicator whose groups need no real peers returns None.
         """
+        ranks = torch.arange(self.world_size).view(*shape.values())
+        return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(shape))
+
+    def _torch_group(self, ranks: tuple[int, ...]) -> Any:
+        """Create torch's group, which is a collective of all ranks and takes a number among these."""
+        wire = self.wire
+        if wire.checks is None or wire.world_size == 1:
+            return dist.new_group(list(ranks))
+        world = wire.communicators[tuple(range(wire.world_size))]
+        number = world.take_number()
+        call = wire.checks.group(world.ranks, number, ranks)
+        waiting = wire.record.begin(
+            Kind.WAIT, call.text, group=world.name, number=number, where=wire.find_source_line()
+        )
+        call.publish()
+        handle = dist.new_group(list(ranks))
+        call.compare()
+        wire.record.end(waiting)
+        return handle
+
+    def delays(self, pause: Callable[[], None]) -> None:
+        """Call `pause` before each communication from now on; it belongs to no op, and to no virtual clock."""
         self.wire.before = pause
+
+
+def _divide_result(result: Callable[[], Tensor], n: int) -> Tensor:
+    return result().div_(n)

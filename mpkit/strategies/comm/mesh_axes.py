@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.one_rank import OneRank
+from mpkit.strategies.comm.fake_group import OneRank
 
 __all__ = ["MeshAxes"]
 
@@ -35,11 +35,6 @@ class MeshAxes:
     >>> with mk.Cluster(ranks=4, device="cpu") as cluster:
     ...     cluster.run(axes)[1]
     ((0, 1), (1, 3), 4, 1)
-
-    Args:
-        comm: the communicator of all ranks.
-        device: this rank's device.
-        mesh: a mesh with as many places as there are ranks.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, mesh: Mesh) -> None:

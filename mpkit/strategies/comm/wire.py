@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from mpkit.trace.records import LAYER
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["CallNumber", "Wire", "Work"]
+__all__ = ["CallNumber", "CompletedWork", "PendingWork", "Wire", "Work"]
 
 _WATCHED = DispatchKeySet(DispatchKey.BackendSelect)
 """Where `mpkit.launch.watch` listens to calls of torch.distributed."""
@@ -74,11 +74,7 @@ class Work:
     _value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until the communication is complete; return its result (a receive's buffer, an all-reduce's tensor).
-
-        Raises:
-            CommMismatch: the data received belongs to a call that does not match this one.
-        """
+        """Block until the communication is complete; return its result (a receive's buffer, an all-reduce's tensor)."""
         if self._value is None:
             record, waiting = self._record, self._waiting
             if waiting < 0:
@@ -93,13 +89,29 @@ class Work:
         return self._value
 
 
+class PendingWork(Protocol):
+    """A communication in progress: a `Work` or a `CompletedWork`."""
+
+    def wait(self) -> Tensor:
+        """Wait until the communication is complete and return its result."""
+
+
+class CompletedWork(NamedTuple):
+    """A communication without a partner: it is complete at once."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Return the result."""
+        return self.result
+
+
 class Wire:
     """One rank's end of all communication.
 
     Args:
         rank: this rank.
         world_size: the number of ranks.
-        record: this rank's recorder.
         device: where this rank's tensors live.
         backend: the backend of torch's process groups.
         checks: compares calls with those of the peers; None: calls are not compared.
@@ -165,9 +177,6 @@ class Wire:
             waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the
                 communication. (A backend's thread may take the core during the start.)
             rows: by member of the group, of an all-to-all of uneven parts.
-
-        Raises:
-            CommMismatch: a peer's call does not match.
         """
         if self.before is not None:
             self.before()

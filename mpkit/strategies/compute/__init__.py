@@ -2,6 +2,4 @@
 
 stage_work      the order: F, recomputation, and B or its two halves, I and W
 stage_forward   what F computes: the layers of a stage; at the last stage, the micro-batch's share of the loss
-forward_state   what a forward keeps for its backward
-stage_record    FLOPs and bytes of each computation, and the activations that it saves
 """

@@ -7,22 +7,27 @@ inputs      of the model: copied to the device, in the plan's precision
 layers      of the stage, with the micro-batch's own random numbers
 loss        at the last stage; in an evaluation, the scores instead
 check       at the others: what goes to other ranks has the shapes that the dry run found
+
+In an evaluation a micro-batch adds the loss and the user's metrics, each as [sum, weight]. A score is the quotient of
+these sums over all micro-batches of all batches: a mean over samples, or the total divided by the count where the loss
+or the metric returns (total, count).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpkit.strategies.compute.scores import scores
+from mpkit.errors import MpkitError
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.quotient import shares
+from mpkit.strategies.loss.mean import MeanLoss, SummedMeans
+from mpkit.strategies.loss.quotient import Quotient, as_pair, shares
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.randomness import Draws, OtherDraws, Randomness
 from mpkit.strategies.models.step_facts import StepFacts
@@ -34,7 +39,72 @@ from mpkit.trace.record.flops import Flops
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["PartForward", "StageForward", "loss_share"]
+__all__ = ["PartForward", "StageForward", "loss_share", "measure_scores", "scores"]
+
+
+def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
+    """Return what a metric function measures, by name: "" where it returns a single value."""
+    value = metric(output, targets)
+    return {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {"": value}
+
+
+def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int) -> tuple[Tensor, ...]:
+    """Return the sums and weights of the loss and of each metric, one after the other, as float64 scalars.
+
+    Args:
+        job: read for the loss and the metrics.
+        output, targets: of the micro-batch.
+        weight: the micro-batch's share of its batch; 0 for a stand-in, which does not count.
+        size: the samples of the batch.
+    """
+    evaluation = job.how.evaluation
+    assert evaluation is not None
+    if job.plan.precision != "full":
+        output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
+    # ---- loss
+    value = _counted_loss(job.what.loss, output, targets, weight)
+    pairs: list[tuple[Any, Any]] = [
+        value if isinstance(value, tuple) else (value * weight * size, weight * size)
+    ]
+    # ---- metrics
+    if evaluation.metric is not None:
+        values = measure_scores(evaluation.metric, output, targets)
+        _check(tuple(values), evaluation.names[1:])
+        for value in values.values():
+            counted = as_pair(value)
+            pairs.append(counted if counted is not None else (value * weight * size, weight * size))
+    there = 1.0 if weight else 0.0
+    device = pairs[0][0].device
+    flat = (torch.as_tensor(number, dtype=torch.float64, device=device) for pair in pairs for number in pair)
+    return tuple(number.detach().reshape(()) if there else torch.zeros_like(number) for number in flat)
+
+
+def _counted_loss(loss: Any, output: Any, targets: Value, weight: float) -> Any:
+    """Return the (total, count) of a loss, also of a mean of torch's; its value if what it divides by is not known.
+
+    A batch that is computed in one part trains with the mean itself. Of an evaluation's several batches, each counts by
+    its targets that count, as in `mk.mean_loss`, and not by its samples.
+    """
+    if isinstance(loss, WholeBatchLoss):
+        return loss(output, targets, counts=weight > 0)
+    if isinstance(loss, Quotient):
+        loss = loss.loss
+    if isinstance(owner := getattr(loss, "__self__", None), MeanLoss):  # `MeanLoss.mean`
+        loss = owner
+    with SummedMeans() as means:
+        value = loss(output, targets)
+    pair = means.pair_of(value) or as_pair(value)
+    return loss(output, targets) if pair is None and means.calls else pair or value
+
+
+def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    if len(names) != len(expected) or any(
+        a and f"eval {a}" != b for a, b in zip(names, expected, strict=True)
+    ):
+        raise MpkitError(
+            f"the metric function measured {', '.join(map(repr, names))} of this micro-batch, and "
+            f"{', '.join(map(repr, expected))} of the first samples: it has to return the same names each time"
+        )
 
 
 def keep_attention(attended: object = None) -> AbstractContextManager[None]:
@@ -46,8 +116,6 @@ class StageForward:
     """The forward of a chain's stage, step after step.
 
     Args:
-        context: this rank's context.
-        job: what to train, and how.
         stage: the stage's layers.
         attention: makes the context manager within which attention is over whole sequences.
 
@@ -158,11 +226,7 @@ class StageForward:
     # ---- check --------------------------------------------------------------------------------------------
 
     def check_output(self, m: int, output: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of the output.
-
-        Raises:
-            ValueError: they have other shapes or dtypes than those that the dry run found.
-        """
+        """Return the tensors of the output."""
         expected, made = (
             self._job.where.boundary(self._microbatches[m].key, self._s),
             Boundary.from_output(output),
@@ -199,12 +263,6 @@ class PartForward(StageForward):
 def loss_share(job: TrainJob, output: Any, targets: Value, weight: float) -> tuple[Tensor, ...]:
     """Return a micro-batch's share of the loss, and its count where the loss has one
     (`mpkit.strategies.loss.quotient.shares`).
-
-    Args:
-        job: read for the loss and the precision.
-        output: the model's output.
-        targets: the targets, on the output's device.
-        weight: the micro-batch's share of the samples; 0 for a stand-in, which does not count.
     """
     if job.plan.precision != "full":
         output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few

@@ -7,15 +7,11 @@
     weight_grads   W   gradients of the weights alone
 
 What a forward keeps for its backward (`KeptForward`) is held here, by micro-batch, and released as soon as possible.
-
-What a forward keeps for its backward, in the order in which F, recomputation, I and W fill it and empty it.
-
-The record of what one stage computes: its FLOPs and bytes, and the activations that a forward saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,12 +36,11 @@ from mpkit.strategies.stage.stage import Stage, track
 from mpkit.strategies.stage.starting_point import WrittenState
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
-from mpkit.trace.record.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["KeptForward", "StageRecord", "StageWork"]
+__all__ = ["KeptForward", "StageWork"]
 
 
 @dataclass
@@ -94,83 +89,15 @@ LETTERS = {
 """The letters by which schedules name these computations."""
 
 
-class StageRecord:
-    """Records the computations of one stage.
-
-    Args:
-        recorder: the rank's recorder.
-        job: read for the FLOPs of blocks.
-        stage: the stage.
-        flops: FLOPs and bytes of the stage's forward and backward, by the signature of a micro-batch.
-    """
-
-    def __init__(
-        self, recorder: Recorder, job: TrainJob, stage: Stage, flops: Callable[[Hashable], Flops]
-    ) -> None:
-        self.recorder = recorder
-        self._job, self._stage, self._count = job, stage, flops
-        self._flops: dict[Hashable, Flops] = {}  # by signature
-
-    def begin(self, kind: Kind, m: int, key: Hashable) -> int:
-        """Record the beginning of a computation with its FLOPs and bytes, and return its number.
-
-        Args:
-            kind: forward, recomputation, backward, or one half of a backward.
-            m: the micro-batch.
-            key: its signature.
-        """
-        flops = self._flops.get(key)
-        if flops is None:
-            flops = self._flops[key] = self._count(key)
-        done, nbytes = flops.cost_of(kind)
-        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including what is recomputed
-            if self._job.plan.recompute == "selective":
-                done, nbytes = done + flops.attention[0], nbytes + flops.attention[1]
-            for block in self._stage.recomputed:
-                more = self.block_costs(key)(block.name)
-                done, nbytes = done + more[0], nbytes + more[1]
-        s = self._stage.number
-        name = str(Action(LETTERS[kind], s, m))
-        return self.recorder.begin(kind, name, stage=s, microbatch=m, flops=done, nbytes=nbytes)
-
-    def end(self, op: int) -> None:
-        """Record the end of a computation."""
-        self.recorder.end(op)
-
-    def track(self, made: Iterable[Tensor]) -> None:
-        """Count what a computation has made as activations, for as long as it lives."""
-        track(made, self.recorder)
-
-    def count_saved(self) -> AbstractContextManager[Any]:
-        """Return a context manager that counts what a forward saves for its backward."""
-        return self.recorder.memory.saving()
-
-    def block_costs(self, key: Hashable) -> Callable[[str], tuple[float, int]]:
-        """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""
-        return lambda block: self._job.where.block_cost(key, self._stage.number, self._stage.names, block)
-
-
 class StageWork:
-    """One stage's forwards and backwards, step after step.
-
-    Args:
-        context: this rank's context.
-        job: what to train, and how.
-        stage: the stage's layers.
-        compute: what its forward computes.
-        sync: synchronizes gradients with the replicas.
-    """
+    """One stage's forwards and backwards, step after step."""
 
     def __init__(
-        self,
-        context: Context,
-        job: TrainJob,
-        stage: Stage,
-        compute: StageForward,
-        sync: GradientSync,
+        self, context: Context, job: TrainJob, stage: Stage, compute: StageForward, sync: GradientSync
     ) -> None:
         self._stage, self._compute, self._sync = stage, compute, sync
-        self._record = StageRecord(context.record, job, stage, compute.flops)
+        self._record, self._job = context.record, job
+        self._flops: dict[Hashable, Flops] = {}  # by signature
         self._recompute = job.plan.recompute == "full" and not stage.blocks  # the stage as a whole
         self._state = WrittenState(stage.layers)
         self._selective = job.plan.recompute == "selective"
@@ -201,28 +128,42 @@ class StageWork:
         """Return the signature of a micro-batch."""
         return self._microbatches[m].key
 
+    def _begin(self, kind: Kind, m: int) -> int:
+        """Record the beginning of a computation with its FLOPs and bytes, and return its number."""
+        key = self._key(m)
+        flops = self._flops.get(key)
+        if flops is None:
+            flops = self._flops[key] = self._compute.flops(key)
+        done, nbytes = flops.cost_of(kind)
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including what is recomputed
+            if self._job.plan.recompute == "selective":
+                done, nbytes = done + flops.attention[0], nbytes + flops.attention[1]
+            for block in self._stage.recomputed:
+                more = self._block_costs(key)(block.name)
+                done, nbytes = done + more[0], nbytes + more[1]
+        s = self._stage.number
+        name = str(Action(LETTERS[kind], s, m))
+        return self._record.begin(kind, name, stage=s, microbatch=m, flops=done, nbytes=nbytes)
+
+    def _block_costs(self, key: Hashable) -> Callable[[str], tuple[float, int]]:
+        """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""
+        return lambda block: self._job.where.block_cost(key, self._stage.number, self._stage.names, block)
+
     # ---- F ------------------------------------------------------------------------------------------------
 
     def forward(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
-        """Return what the stage's forward computes from its inputs (`StageForward`).
-
-        Args:
-            m: the micro-batch.
-            inputs: leaves; those whose gradient is wanted require one.
-        """
-        key = self._key(m)
-        op = self._record.begin(Kind.FORWARD, m, key)
+        """Return what the stage's forward computes from its inputs (`StageForward`)."""
+        op = self._begin(Kind.FORWARD, m)
         if self._compute.evaluates:  # nothing is kept, for no backward
             outputs = self._compute(m, inputs)
-            self._record.track(outputs)
+            track(outputs, self._record)
             self._record.end(op)
             return outputs
         kept = self._kept[m] = KeptForward(inputs)
-        recorder = self._record.recorder
         if self._recompute:
             kept.call = RecomputedCall(
                 partial(self._compute, m, inputs),
-                recorder,
+                self._record,
                 again=partial(self._again, m, inputs),
                 state=self._state,
             )
@@ -232,17 +173,20 @@ class StageWork:
             kept.outputs = outputs if self._compute.computes_loss else tuple(edges)  # without their content
         else:
             scope = RecomputeScope(
-                recorder, self._compute.attention, self._record.block_costs(key), self._stage.sharded.draws
+                self._record,
+                self._compute.attention,
+                self._block_costs(self._key(m)),
+                self._stage.sharded.draws,
             )
             with (
-                self._record.count_saved(),
-                AttentionAgain(recorder) if self._selective else nullcontext(),
+                self._record.memory.saving(),
+                AttentionAgain(self._record) if self._selective else nullcontext(),
                 self._stage.recompute_blocks(scope),
                 self._hear_draws(m),
                 self._hear_facts(m),
             ):
                 outputs = kept.outputs = self._compute(m, inputs)
-        self._record.track(outputs)
+        track(outputs, self._record)
         self._record.end(op)
         return outputs
 
@@ -267,7 +211,7 @@ class StageWork:
             call.again()
 
     def _again(self, m: int, inputs: Value) -> None:
-        op = self._record.begin(Kind.RECOMPUTE, m, self._key(m))
+        op = self._begin(Kind.RECOMPUTE, m)
         self._compute(m, inputs)
         self._record.end(op)
 
@@ -277,7 +221,6 @@ class StageWork:
         """Return the gradients of the inputs; the gradients of the weights are added to their `.grad`.
 
         Args:
-            m: the micro-batch.
             gradients: gradients of the outputs that have one, by the output's number; None if the forward computed
                 the loss, whose gradient is the loss scale.
             last: whether this is the stage's last backward in the step.
@@ -286,7 +229,7 @@ class StageWork:
             The gradient of each input that requires one.
         """
         kept = self._kept.pop(m)
-        op = self._record.begin(Kind.BACKWARD, m, self._key(m))
+        op = self._begin(Kind.BACKWARD, m)
         outputs, starts = kept.roots(gradients, self._loss_scale)
         with self._sync.backward(self._stage.number, last):
             if outputs:
@@ -299,7 +242,7 @@ class StageWork:
     def input_grads(self, m: int, gradients: dict[int, Tensor] | None) -> tuple[Tensor, ...]:
         """Run the backward's first half: like `backward`, but without gradients of the weights."""
         kept = self._kept[m]
-        op = self._record.begin(Kind.INPUT_GRAD, m, self._key(m))
+        op = self._begin(Kind.INPUT_GRAD, m)
         outputs, starts = kept.roots(gradients, self._loss_scale)
         with self._sync.backward(self._stage.number, last=False, half="I"):
             grads, kept.weight_grads = input_grads(outputs, starts, kept.differentiable)
@@ -307,7 +250,7 @@ class StageWork:
             # What W needs is in `weight_grads`.
             kept.inputs = kept.outputs = ()
             del outputs, starts
-            self._record.track(kept.weight_grads.held_gradients())
+            track(kept.weight_grads.held_gradients(), self._record)
         self._record.end(op)
         return of_inputs
 
@@ -315,7 +258,7 @@ class StageWork:
         """Run the second half: compute the gradients of the weights, and add them to their `.grad`."""
         kept = self._kept.pop(m)
         assert kept.weight_grads is not None, "a valid schedule has I before W"
-        op = self._record.begin(Kind.WEIGHT_GRAD, m, self._key(m))
+        op = self._begin(Kind.WEIGHT_GRAD, m)
         with self._sync.backward(self._stage.number, last, half="W"):
             kept.weight_grads.run()
         self._record.end(op)
@@ -324,5 +267,5 @@ class StageWork:
         """Return the gradients of the inputs, with zeros for inputs that the outputs do not depend on."""
         pairs = zip(kept.differentiable, grads, strict=True)
         gradients = tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in pairs)
-        self._record.track(gradients)
+        track(gradients, self._record)
         return gradients

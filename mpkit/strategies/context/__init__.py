@@ -1,7 +1,6 @@
 """Context parallelism: one sequence divided over the ranks of the axis "cp".
 
     sequence           which part of a sequence a rank has: contiguous, or in zigzag order; the positions of its tokens
-    block              attention of some queries to some keys, and how two such results are merged; tiles of a ring
     ring               attention to the whole sequence: keys and values are passed around a ring of ranks
     ulysses            the same, where ranks divide the heads during attention
     divided_attention  replaces a model's own calls of scaled_dot_product_attention by one of these

@@ -21,11 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import DataDependentOutputException
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.ulysses import ulysses_attention
-from mpkit.strategies.models.own_draws import OwnDraws
-from mpkit.strategies.models.token_draws import drawn_by
+from mpkit.strategies.models.own_draws import OwnDraws, drawn_by
 
 __all__ = ["ContextParallel"]
 
@@ -47,7 +46,7 @@ class ContextParallel(TorchFunctionMode):
     The backward needs no mode. Together with `AttentionAgain`, or another mode that sees the model's forward, this one
     has to be the inner one, which replaces the attention: `with AttentionAgain(), ContextParallel(group):`.
 
-    >>> from mpkit.strategies.comm.process_group import FakeGroup
+    >>> from mpkit.strategies.comm.fake_group import FakeGroup
     >>> q, k, v = (torch.zeros(1, 1, 3, 2) for _ in range(3))
     >>> with ContextParallel(FakeGroup(4)) as mode:
     ...     y = scaled_dot_product_attention(q, k, v)
@@ -76,7 +75,7 @@ class ContextParallel(TorchFunctionMode):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Communicator,
         order: str = "contiguous",
         draws: OwnDraws | None = None,
         ulysses: bool = False,
@@ -165,11 +164,7 @@ class ContextParallel(TorchFunctionMode):
         )
 
     def check_used(self) -> None:
-        """Check, after a forward, that it called attention.
-
-        Raises:
-            ValueError: it called no attention that this mode has seen.
-        """
+        """Check, after a forward, that it called attention."""
         if not self.calls:
             raise ValueError(
                 f"cp={self.group.size}: the model's forward never calls "

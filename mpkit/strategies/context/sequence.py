@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.plan.kinds import ORDERS
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.gpt import Embedding
 
@@ -132,11 +132,7 @@ def _check_names(value: Value, n: int) -> None:
 
 
 def check_not_packed(inputs: Value, n: int) -> None:
-    """Reject sequences of several documents, which do not attend to each other: keys go round without a mask.
-
-    Raises:
-        ValueError: position_ids begin anew within a sequence.
-    """
+    """Reject sequences of several documents, which do not attend to each other: keys go round without a mask."""
     positions = inputs.get("position_ids") if isinstance(inputs, dict) else None
     if positions is None or positions.dim() != 2 or isinstance(positions, FakeTensor):
         return
@@ -156,32 +152,22 @@ def positions_of(length: int, part: tuple[int, ...], device: torch.device | None
 
     >>> positions_of(4, (0, 3))
     tensor([0, 1, 6, 7])
-
-    Args:
-        length: length of the pieces together.
-        part: numbers of the pieces.
-        device: device of the result.
     """
     c = length // len(part)
     return torch.cat([torch.arange(p * c, p * c + c, device=device) for p in part])
 
 
-def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contiguous") -> int:
+def shift_positions(model: nn.Module, group: Communicator, order: str = "contiguous") -> int:
     """Set in a model which part of the sequences it will receive, once per model.
 
     In the kit's GPT the embedding is set. Any other module whose forward takes position_ids, and input_ids or
     inputs_embeds, [batch, time], as transformers' models do, receives the position_ids, unless its caller passes some.
 
     >>> from mpkit.strategies.models.gpt import GPT
-    >>> from mpkit.strategies.comm.process_group import FakeGroup
+    >>> from mpkit.strategies.comm.fake_group import FakeGroup
     >>> model = GPT(layers=1)
     >>> shift_positions(model, FakeGroup(4, 2)), model.embedding.pieces
     (1, (2,))
-
-    Args:
-        model: a model, or some of its layers.
-        group: the ranks of the axis along which sequences are divided.
-        order: which part each rank has.
 
     Returns:
         The number of modules that were set; 0 if none takes positions, or if the model counts them internally.

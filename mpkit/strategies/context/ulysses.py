@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 
 __all__ = ["ulysses_attention"]
 
@@ -35,7 +35,7 @@ def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    group: ProcessGroup,
+    group: Communicator,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -102,7 +102,7 @@ def _check_heads(q: Tensor, k: Tensor, n: int) -> None:
         )
 
 
-def divide_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+def divide_heads(x: Tensor, group: Communicator) -> Tensor:
     """Return this rank's heads of the whole sequence: [b, h, s/n, d] -> [b, h/n, s, d]."""
     parts = (
         x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
@@ -111,7 +111,7 @@ def divide_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def divide_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+def divide_tokens(x: Tensor, group: Communicator) -> Tensor:
     """Return all heads of this rank's tokens: [b, h/n, s, d] -> [b, h, s/n, d]."""
     parts = (
         x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
@@ -124,7 +124,7 @@ class _DivideHeads(torch.autograd.Function):
     """Heads in place of tokens; the gradient goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
         ctx.group = group
         return divide_heads(x, group)
 
@@ -138,7 +138,7 @@ class _DivideTokens(torch.autograd.Function):
     """Tokens in place of heads; the gradient goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
         ctx.group = group
         return divide_tokens(x, group)
 

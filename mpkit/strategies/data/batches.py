@@ -3,25 +3,88 @@
 Step i takes batch i % len of epoch i // len; each epoch has an order of its own. Any part of any batch can be
 requested by position, so a rank loads only its own samples, and a training that resumes in the middle of an epoch
 needs only the number of its step.
+
+A dataset may change its samples at random (crops, flips, noise). Each sample draws from a seed of its own: the seed of
+the batches, the step, and the sample's index. So a step's batch is the same on any number of ranks and workers, on the
+first and the last stage of a pipeline, and in the notebook; no two samples of a batch draw the same; and each epoch
+draws anew. That holds for the generators of torch, NumPy and Python, and for those that the dataset or one of its
+transforms keeps.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+import random
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, signature
-from mpkit.strategies.data.sample_draws import SampleDraws
+from mpkit.strategies.models.randomness import preserve_random_state, seed_of
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "SampleDraws", "as_value"]
+
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+LEAVES = (str, bytes, int, float, type, Tensor, nn.Parameter, np.ndarray, *KINDS)
+MOST = 10_000
+"""Objects that are looked into for generators; a list of more samples than that holds none."""
+
+
+class SampleDraws:
+    """The random numbers of a dataset's samples."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._seed, self._own = seed, list(_generators(dataset))
+
+    def begin(self, step: int, index: int) -> None:
+        """Seed all generators for a sample that is read for a step."""
+        seed = seed_of(self._seed, step, 0, index, layer="sample")
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        for generator in self._own:
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(seed % 2**32)
+            elif isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            else:
+                generator.seed(seed)
+
+
+def _generators(root: Any) -> Iterator[Any]:
+    """Yield the generators that an object holds, at any depth."""
+    seen: set[int] = set()
+    to_do = [root]
+    while to_do and len(seen) < MOST:
+        value = to_do.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, KINDS):
+            yield value
+        to_do += [
+            inner for inner in _parts(value) if isinstance(inner, KINDS) or not isinstance(inner, LEAVES)
+        ]
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value[:MOST]
+    if callable(value) and hasattr(value, "__closure__"):
+        return [cell.cell_contents for cell in value.__closure__ or ()]
+    return getattr(value, "__dict__", {}).values()
+
 
 MEANT = {
     "collate_fn": "Samples are put together by torch's default_collate: pad or cut them in the dataset's __getitem__.",
@@ -171,7 +234,7 @@ class Batches:
 
     def _load(self, indices: list[int], step: int) -> tuple[Value, Value]:
         samples = []
-        with self._draws.preserve_states():
+        with preserve_random_state(torch.device("cpu")):
             for i in indices:
                 self._draws.begin(step, i)
                 samples.append(self.dataset[i])
@@ -189,23 +252,7 @@ class Batches:
                 f"{str(error).strip().splitlines()[0][:200]}. All need the same shapes and kinds; pad or cut them in "
                 "the dataset's __getitem__."
             ) from None
-        return _as_value(inputs, "inputs"), _as_value(targets, "targets")
-
-
-def _as_value(value: Any, what: str) -> Value:
-    """Convert the result of default_collate into a tensor, a tuple or a dict of tensors."""
-    if isinstance(value, Mapping):
-        value = dict(value)
-    elif isinstance(value, (tuple, list)):
-        value = tuple(value)
-    if not isinstance(value, (Tensor, tuple, dict)) or not value_is_flat(value):
-        raise ValueError(
-            f"The {what} of a sample are {type(value).__name__} of something that makes no tensors: a tensor, a number "
-            "or an array, or a tuple or dict of those is wanted, without more within."
-        )
-    for tensor in leaves(value):
-        check_tensor(tensor, f"the {what} of a sample")
-    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+        return as_value(inputs, "the inputs of a sample"), as_value(targets, "the targets of a sample")
 
 
 def check_tensor(tensor: Tensor, what: str) -> None:
@@ -230,10 +277,25 @@ def check_tensor(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{what} {reason}")
 
 
-def value_is_flat(value: Value) -> bool:
-    """Return whether the value consists of tensors only, and of at least one."""
-    inner = leaves(value)
-    return bool(inner) and all(isinstance(tensor, Tensor) for tensor in inner)
+def as_value(value: Any, what: str) -> Value:
+    """Return inputs or targets on the CPU, as a tensor, a tuple or a dict of tensors.
+
+    Raises:
+        ValueError: they are something else, or a tensor has no rows of numbers.
+    """
+    if isinstance(value, Mapping):
+        value = dict(value)
+    elif isinstance(value, (tuple, list)):
+        value = tuple(value)
+    inner = leaves(value) if isinstance(value, (Tensor, tuple, dict)) else []
+    if not inner or not all(isinstance(tensor, Tensor) for tensor in inner):
+        raise ValueError(
+            f"{what} are {type(value).__name__}: a tensor, a tuple of tensors or a dict of tensors is wanted. "
+            "torch.as_tensor(...) makes one of numbers or of a NumPy array"
+        )
+    for tensor in inner:
+        check_tensor(tensor, what)
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
 
 
 def _check_dataset(dataset: Any) -> int:

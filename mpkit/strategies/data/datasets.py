@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mpkit.common.tracebacks import public
-from mpkit.strategies.data.batches import check_tensor
-from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
+from mpkit.strategies.data.batches import as_value
+from mpkit.strategies.data.microbatch import Value, leaves
 
 __all__ = ["WANTED", "Batch", "checked_batch", "images", "spirals", "text", "text_batches"]
 
@@ -164,38 +164,25 @@ def checked_batch(item: Any, i: int) -> tuple[Value, Value]:
 
 
 def _value(value: Any, what: str) -> Value:
-    if isinstance(value, list):
-        value = tuple(value)
-    if isinstance(value, Mapping):
-        value = dict(value)
-    inner = (
-        [value] if isinstance(value, Tensor) else list(value.values()) if isinstance(value, dict) else value
-    )
-    if isinstance(value, (dict, tuple)):
+    if isinstance(value, (Mapping, tuple, list)):
         _refuse_nested(value, what)
-    if not isinstance(inner, (list, tuple)) or not inner or not all(isinstance(t, Tensor) for t in inner):
+    checked = as_value(value, what)
+    if any(tensor.dim() == 0 for tensor in leaves(checked)):
         raise ValueError(
-            f"{what} are {type(value).__name__}: a tensor, a tuple of tensors or a dict of tensors is wanted. "
-            "torch.as_tensor(...) makes one of numbers or of a NumPy array"
+            f"{what}: a tensor without dimensions has no batch; the first dimension is the batch"
         )
-    for tensor in inner:
-        check_tensor(tensor, what)
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"{what}: a tensor without dimensions has no batch; the first dimension is the batch"
-            )
-    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+    return checked
 
 
-def _refuse_nested(value: dict[Any, Any] | tuple[Any, ...], what: str) -> None:
+def _refuse_nested(value: Any, what: str) -> None:
     """Raise the error of inputs or targets that have structures in their structure, if they have."""
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
         if isinstance(each, (Mapping, list, tuple)) and each:
             inside = next(iter(each)) if isinstance(each, Mapping) else 0
             flat = f"{key}_{inside}"
             example = (
                 f'{{"{flat}": batch[{key!r}][{inside!r}], ...}}'
-                if isinstance(value, dict)
+                if isinstance(value, Mapping)
                 else "(*batch[0], *batch[1])"
             )
             raise ValueError(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mpkit.common.torch_private import FakeTensor
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.loss.quotient import Quotient
 from mpkit.strategies.models.nested_values import flatten, rebuild
 
@@ -60,9 +60,9 @@ class WholeBatchLoss:
 
     def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
         self.fn = fn
-        self._group: ProcessGroup | None = None
+        self._group: Communicator | None = None
 
-    def bind_group(self, group: ProcessGroup) -> WholeBatchLoss:
+    def bind_group(self, group: Communicator) -> WholeBatchLoss:
         """Return this loss for a rank that shares its batches with the other ranks of a group."""
         made = WholeBatchLoss(self.fn)
         made._group = group
@@ -95,7 +95,7 @@ class _Gather(torch.autograd.Function):
     """All-gather [k, ...] -> [K, ...], where rank r of n has the samples r, r + n, ..."""
 
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, rows: list[int], mine: Tensor) -> Tensor:
+    def forward(ctx: Any, group: Communicator, rows: list[int], mine: Tensor) -> Tensor:
         ctx.group, ctx.rows, ctx.shape = group, rows, mine.shape
         most, narrow = max(rows), mine.to(torch.uint8) if mine.dtype == torch.bool else mine
         padded = narrow.new_zeros(most, *mine.shape[1:])

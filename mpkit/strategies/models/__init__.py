@@ -1,12 +1,10 @@
 """Models to train, most of them chains of layers, and functions that cut a chain into stages."""
 
 from mpkit.plan.balance import balance
-from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.models.chain import chain, cut
+from mpkit.strategies.models.chain import chain, cut, repeated_blocks
 from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, document_mask, next_token_loss
-from mpkit.strategies.models.mlp import MLP
-from mpkit.strategies.models.vision import ConvNet, ResNet, UNet
+from mpkit.strategies.models.networks import MLP, ConvNet, ResNet, UNet
 
 __all__ = [
     "GPT",

@@ -25,10 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 AROUND_FORWARD = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
-AROUND_BACKWARD = {
-    "_backward_pre_hooks": "full backward pre-hook",
-    "_backward_hooks": "full backward hook",
-}
+AROUND_BACKWARD = {"_backward_pre_hooks": "full backward pre-hook", "_backward_hooks": "full backward hook"}
 ON_PARAMETERS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",

@@ -14,13 +14,13 @@ A *span* is a stretch of the forward in which activations are divided.
 
 So a forward that is repeated from the same state draws the same numbers, a span draws others the next time, and a span
 that draws nothing leaves no trace: what is drawn outside is what serial training draws. A stage that begins in the
-middle of a span, since a pipeline cuts through it, begins the span itself (`mpkit.strategies.models.own_draws`).
+middle of a span, since a pipeline cuts through it, has not seen the span begin, and begins it itself (`spans_at`).
+
+Where tokens are divided, a rank with a part of each sequence draws for its own tokens, and whatever has no dimension of
+tokens is drawn for all of them at once. The shape of what is drawn decides, and nothing is drawn for the tokens of a
+parameter. Noise on a weight in the shape of a batch of tokens (`torch.randn(batch, tokens)`) would be taken for theirs.
 
 Source: Shoeybi et al. 2019, appendix B.2.
-
-Where a model's forward is inside of which span, found from the order of its calls.
-
-A stage that begins in the middle of a span, since a pipeline cuts through it, has not seen the span begin.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import _disable_current_modes
 
-__all__ = ["ForwardSpan", "KeptSpans", "OwnDraws", "spans_at"]
+__all__ = ["ForwardSpan", "KeptSpans", "OwnDraws", "TokenDraws", "drawn_by", "spans_at"]
 
 
 class ForwardSpan(NamedTuple):
@@ -242,3 +243,63 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 def _bytes(state: Tensor) -> bytes:
     return string_at(state.data_ptr(), state.nbytes)  # needs no tensor operation, which a dry run would fake
+
+
+FACTORIES = ("rand", "randn", "randint", "randperm")
+DRAWS = (
+    "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "poisson", "random_", "uniform_", "exponential_",
+    "cauchy_", "geometric_", "log_normal_", "rand_like", "randn_like", "randint_like", "dropout", "dropout_",
+    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
+    "feature_alpha_dropout", "feature_alpha_dropout_", "gumbel_softmax", "rrelu", "rrelu_",
+)  # fmt: skip
+"""Functions that draw numbers for each element of their first argument."""
+
+
+class TokenDraws(TorchFunctionMode):
+    """Inside the block, numbers that are drawn for no token are the same on all ranks that share the tokens."""
+
+    def __init__(self, draws: OwnDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function."""
+        return drawn_by(self._draws, func, args, kwargs or {})
+
+
+def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function; if it draws numbers for no token, with those that ranks share."""
+    name = getattr(func, "__name__", "")
+    tokens = draws.token_shape if name in DRAWS or name in FACTORIES else None
+    if tokens is None:
+        return func(*args, **kwargs)
+    first = args[0] if args else kwargs.get("input")
+    if name in FACTORIES or not isinstance(first, Tensor):
+        with _disable_current_modes():  # only the shape: nothing is drawn, and nobody hears it
+            shape = func(*args, **(kwargs | {"device": "meta", "generator": None})).shape
+    else:
+        shape = first.shape
+    if not isinstance(first, nn.Parameter) and _has_tokens(shape, *tokens):
+        return func(*args, **kwargs)
+    with draws.share_draws():
+        return func(*args, **kwargs)
+
+
+def _has_tokens(shape: Sequence[int], batch: int, count: int) -> bool:
+    """Return whether a tensor has something of each token of each sample.
+
+    That is [batch, ..., tokens, ...], [tokens, batch, ...], both in the first dimension, or, in attentions that fold
+    heads into the batch, [batch heads, tokens, ...]. A weight that is as wide as the tokens are many is none of these.
+
+    >>> [_has_tokens(shape, 2, 8) for shape in ((2, 8, 5), (16, 4), (8, 2, 5), (6, 8, 8))]
+    [True, True, True, True]
+    >>> [_has_tokens(shape, 2, 8) for shape in ((2, 1, 1), (), (8, 8), (8,))]
+    [False, False, False, False]
+    """
+    if not shape:
+        return False
+    folded = len(shape) == 3 and shape[0] % batch == 0 and shape[1] == count
+    in_front = shape[0] == batch * count or tuple(shape[:2]) == (count, batch)
+    return in_front or folded or (shape[0] == batch and count in shape[1:])

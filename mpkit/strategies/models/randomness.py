@@ -15,6 +15,7 @@ random numbers are seeded with torch's.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,12 +27,21 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.own_draws import OwnDraws
 
-__all__ = ["Draws", "OtherDraws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
+__all__ = [
+    "Draws",
+    "OtherDraws",
+    "RandomState",
+    "Randomness",
+    "may_draw",
+    "preserve_random_state",
+    "seed_all",
+    "seed_of",
+]
 
 SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
 """The modules of torch.nn whose layers draw no random numbers."""
@@ -71,11 +81,7 @@ class Draws:
         self._latest[:] = [self.generators[0].initial_seed()]
 
     def check_seed(self) -> None:
-        """Check that the layer that has begun set no seed by itself.
-
-        Raises:
-            MpkitError: it did.
-        """
+        """Check that the layer that has begun set no seed by itself."""
         seed = self.generators[0].initial_seed()
         if (
             self._latest and seed != self._latest[0] and seed < 2**32
@@ -123,27 +129,77 @@ class Randomness:
 
 
 @dataclass(frozen=True)
-class OtherState:
-    """The states of Python's and NumPy's generators."""
+class RandomState:
+    """The states of random generators: Python's and NumPy's, and torch's on the host and on a GPU, if given."""
 
     python: Any
-    numpy: Any
+    numpy: dict[str, Any]
+    host: Tensor | None = None
+    gpu: Tensor | None = None
+    device: torch.device | None = None
 
     @classmethod
-    def now(cls) -> OtherState:
-        """Return the current states."""
-        return cls(random.getstate(), np.random.get_state())
+    def now(cls, device: torch.device | None = None) -> RandomState:
+        """Return the current states; torch's only if a device is given."""
+        numpy: Any = np.random.get_state(legacy=False)
+        host = None if device is None else torch.get_rng_state()
+        gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+        return cls(random.getstate(), numpy, host, gpu, device)
 
     def restore(self) -> None:
         """Continue from these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+        if self.host is not None:
+            torch.set_rng_state(self.host)
+        if self.gpu is not None and self.device is not None:
+            torch.cuda.set_rng_state(self.gpu, self.device)
 
-    def is_now(self) -> bool:
-        """Return whether nothing has been drawn since."""
-        now = OtherState.now()
-        drawn = any(not np.array_equal(a, b) for a, b in zip(self.numpy, now.numpy, strict=True))
-        return self.python == now.python and not drawn
+    def has_moved(self) -> bool:
+        """Return whether Python or NumPy has drawn since."""
+        now: Any = np.random.get_state(legacy=False)
+        key, then = now.pop("state"), dict(self.numpy)
+        key_then = then.pop("state")
+        same = now == then and key["pos"] == key_then["pos"] and np.array_equal(key["key"], key_then["key"])
+        return not same or self.python != random.getstate()
+
+    def pack(self) -> Tensor:
+        """Return the states as the bytes of a JSON text."""
+        state = self.numpy["state"]
+        states = {
+            "torch": None if self.host is None else bytes(self.host.tolist()).hex(),
+            "cuda": None if self.gpu is None else bytes(self.gpu.tolist()).hex(),
+            "python": self.python,
+            "numpy": self.numpy | {"state": {"key": state["key"].tolist(), "pos": state["pos"]}},
+        }
+        return _bytes_of(json.dumps(states).encode())
+
+    @classmethod
+    def unpack(cls, packed: Tensor, device: torch.device) -> RandomState:
+        """Return the states that were packed, for this device."""
+        states = json.loads(bytes(packed.tolist()))
+        version, numbers, gauss = states["python"]
+        states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], np.uint32)
+        host, gpu = (
+            None if text is None else _bytes_of(bytes.fromhex(text))
+            for text in (states["torch"], states["cuda"])
+        )
+        gpu = gpu if device.type == "cuda" else None
+        return cls((version, tuple(numbers), gauss), states["numpy"], host, gpu, device)
+
+
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@contextmanager
+def preserve_random_state(device: torch.device) -> Iterator[None]:
+    """Let all generators continue after the block as if nothing had been drawn inside."""
+    state = RandomState.now(device)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 class OtherDraws:
@@ -157,16 +213,16 @@ class OtherDraws:
     def __init__(self) -> None:
         self.drawn = False
         self.places: set[tuple[int, int, int, int]] = set()
-        self._start: OtherState | None = None
+        self._start: RandomState | None = None
 
     def begin(self, place: tuple[int, int, int, int]) -> None:
         """Look from here on, in a layer of the micro-batch with this place."""
         self.places.add(place)
-        self._start = OtherState.now()
+        self._start = RandomState.now()
 
     def end(self) -> None:
         """Look no further."""
-        self.drawn = self.drawn or (self._start is not None and not self._start.is_now())
+        self.drawn = self.drawn or (self._start is not None and self._start.has_moved())
         self._start = None
 
 

@@ -11,23 +11,30 @@ are compared with serial training, and may be wrong later. Each rank notes, oper
 
 In a step that is compared, all forwards are listened to. Later, losses are, and optimizers that are not torch's; and
 forwards that look at values, remember something in Python or reduce over samples: others do the same in each step.
+
+If no step that is compared with serial training has the same facts, the rank notes the step in which one happened first
+(`FirstTimes`), and the run's line names it. Two more facts count: which parameters get a gradient, and modules' modes.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mpkit.common.disk import FULL, write_whole
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.models.heard_draws import draws_numbers
 
-__all__ = ["StepFacts"]
+__all__ = ["FIRST_TIMES", "FirstTimes", "StepFacts", "first_unverified"]
 
 LIMITS = (
     "clamp",
@@ -212,3 +219,64 @@ class _Listener(TorchDispatchMode):
         if isinstance(divisor, (int, float)):
             self._counts[name] += 1
             self._into.note_divisor(here, self._counts[name], float(divisor) / self._samples)
+
+
+FIRST_TIMES = "first-times"
+"""The name of a rank's file with what no compared step has had: JSON, the step by what happens."""
+
+
+class FirstTimes:
+    """What happens in a rank's steps for the first time."""
+
+    def __init__(self, path: Path, modules: dict[str, nn.Module]) -> None:
+        self._path, self._modules = path, modules
+        self._latest: tuple[object, ...] = ()
+        self._compared: set[str] = set()
+        self._open: dict[str, int] = {}
+
+    def note(
+        self,
+        step: int,
+        used: Iterable[str],
+        trained: Iterable[str],
+        others: Iterable[str] = (),
+        *,
+        compared: bool,
+    ) -> None:
+        """Note which parameters have a gradient in a step, of those that are trained, and in which modes modules are.
+
+        Args:
+            step: the step, counted from 0.
+            used, trained: names of parameters.
+            others: other facts of the step, in words.
+            compared: whether the step is compared with serial training.
+        """
+        used, others = frozenset(used), frozenset(others)
+        modes = tuple(module.training for module in self._modules.values())
+        if (used, modes, others, compared) == self._latest:
+            return
+        self._latest = used, modes, others, compared
+        facts = set(others)
+        facts |= {f"{name} gets {'a' if name in used else 'no'} gradient" for name in trained}
+        facts |= {
+            f"{name or 'the model'} is in {'training' if mode else 'evaluation'} mode"
+            for name, mode in zip(self._modules, modes, strict=True)
+        }
+        if compared:
+            self._compared |= facts
+            self._open = {fact: first for fact, first in self._open.items() if fact not in facts}
+        else:
+            self._open |= {fact: step for fact in facts - self._compared if fact not in self._open}
+        if self._open or self._path.exists():
+            try:
+                write_whole(self._path, json.dumps(self._open).encode())
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+
+
+def first_unverified(paths: Iterable[Path]) -> tuple[int, list[str]]:
+    """Return the first step, from 0, with something that no compared step has had, and what; -1 if there is none."""
+    happened = [json.loads(path.read_bytes()) for path in paths if path.exists()]
+    first = min((step for facts in happened for step in facts.values()), default=-1)
+    return first, sorted({fact for facts in happened for fact, step in facts.items() if step == first})

@@ -3,7 +3,7 @@
 A micro-batch goes through these phases; five of them are exchanges between rank 0 and the other ranks:
 
     1 scatter    rank 0 scatters the inputs, n equal parts
-    2 replicate  rank 0 broadcasts its parameters (`replica`); each rank computes the outputs of its part
+    2 replicate  rank 0 broadcasts its parameters; each rank computes the outputs of its part
     3 gather     the outputs are gathered on rank 0, which computes the loss, and its gradient for each output
     4 scatter    rank 0 scatters these gradients; each rank computes its backward
     5 reduce     the gradients of the parameters are summed on rank 0; the others free parameters and gradients
@@ -13,6 +13,9 @@ which wait for it. Parameters are sent again for every micro-batch, as if nn.Dat
 (`mpkit.strategies.replicas.ddp`) avoids all this, with one exchange per batch. Rank 0 evaluates by itself.
 
 `mpkit.strategies.reference.dp` is the algorithm in 25 lines, and has the source.
+
+The parameters of a dtype lie side by side in one tensor, and so do their gradients. torch.nn.DataParallel
+works in the same way: a replica lives for one forward and its backward, and only the first GPU keeps the model.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
+from mpkit.plan.plan import Plan
 from mpkit.strategies.compute.stage_forward import StageForward, loss_share
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, shares, signature
@@ -33,7 +37,8 @@ from mpkit.strategies.job.feed import Feed, MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.step_facts import StepFacts
-from mpkit.strategies.nn_dataparallel.replica import Replica
+from mpkit.strategies.replicas.buffers import broadcast_tensors, unequal_buffers
+from mpkit.strategies.replicas.flat import Flat, FlatLayout
 from mpkit.strategies.replicas.part import unused_error
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.stage import Stage, onto_device, track
@@ -45,7 +50,65 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
     from mpkit.trace.record.flops import Flops
 
-__all__ = ["DP", "ScatterFeed"]
+__all__ = ["DP", "Replica", "ScatterFeed"]
+
+
+class Replica:
+    """The parameters, buffers and gradients of one module, owned by rank 0; the others hold them while they compute."""
+
+    def __init__(self, context: Context, plan: Plan, module: nn.Module) -> None:
+        self._comm, self._owns = context.comm, context.rank == 0
+        self._plan, self._module = plan, module
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in module.parameters():
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self._flats = [self._flat(context, each, "params") for each in by_dtype.values()]
+        for flat in self._flats:
+            for parameter, view in zip(flat.layout.parameters, flat.views, strict=True):
+                parameter.data = view.copy_(parameter.detach())
+        trained = ([p for p in each if p.requires_grad] for each in by_dtype.values())
+        self._gradients = [self._flat(context, each, "grads") for each in trained if each]
+        for flat in self._gradients:
+            flat.drop()
+        self.drop()
+
+    def _flat(self, context: Context, parameters: list[nn.Parameter], category: str) -> Flat:
+        return Flat(FlatLayout(parameters, 0, 1), context.record, category, context.comm)
+
+    def replicate(self) -> None:
+        """Broadcast all of rank 0's parameters at once, and its buffers."""
+        for flat in self._flats:
+            flat.allocate()
+            self._comm.broadcast(flat.whole)
+        broadcast_tensors(self._comm, (b for b in unequal_buffers(self._plan, self._module) if b.numel()))
+
+    def drop(self) -> None:
+        """Free the replica, so that only rank 0 holds parameters."""
+        for flat in () if self._owns else self._flats:
+            flat.drop()
+
+    def begin_gradients(self) -> None:
+        """Allocate zero gradients, if there are none; the backward adds into them in place."""
+        for flat in self._gradients:
+            if not flat.there:
+                flat.allocate()
+                flat.whole.zero_()
+                for parameter, view in zip(flat.layout.parameters, flat.views, strict=True):
+                    parameter.grad = view
+
+    def reduce(self) -> None:
+        """Sum all ranks' gradients on rank 0, with one reduce per dtype; the others free theirs."""
+        for flat in self._gradients:
+            self._comm.reduce(flat.whole, in_place=True)
+        if not self._owns:
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients."""
+        for flat in self._gradients:
+            flat.drop()
+            for parameter in flat.layout.parameters:
+                parameter.grad = None
 
 
 @dataclass
@@ -60,12 +123,7 @@ class ScatteredMicroBatch(MicroBatch):
 
 
 class ScatterFeed(Feed):
-    """Feeds rank 0 with whole micro-batches, and the other ranks with their share, of which they need the shapes.
-
-    Args:
-        context: this rank's context.
-        job: read for batches and plan.
-    """
+    """Feeds rank 0 with whole micro-batches, and the other ranks with their share, of which they need the shapes."""
 
     def __init__(self, context: Context, job: TrainJob) -> None:
         super().__init__(context, job, needed=True)
@@ -120,8 +178,6 @@ class DP(GradientSync):
     """One rank of DP: the owner of the model (rank 0), or one of those that receive a replica for each micro-batch.
 
     Args:
-        context: this rank's context.
-        job: what to train, and how.
         stages: the whole model as one stage, on this rank's device.
 
     Attributes:
@@ -162,10 +218,6 @@ class DP(GradientSync):
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Run the forward and backward of a batch; rank 0 ends with the gradients.
-
-        Args:
-            number: number of the step.
-            microbatches: this rank's share of the batch; on rank 0 every rank's (`ScatteredMicroBatch`).
 
         Returns:
             The mean loss over the batch on rank 0, with the count if it has one; nothing on the others.
@@ -222,7 +274,6 @@ class DP(GradientSync):
         """Compute a micro-batch's share of the loss on rank 0, forward and backward, both recorded.
 
         Args:
-            m: the micro-batch.
             outputs, targets: of all ranks, (samples, ...) each.
             key: the signature of the whole micro-batch.
             weight: its share of the batch.
@@ -259,11 +310,7 @@ class DP(GradientSync):
         return [loss.item(), *(each.item() for each in count)], gradients
 
     def finish(self) -> None:
-        """Handle parameters without a gradient.
-
-        Raises:
-            MpkitError: there is one, and the plan does not allow that.
-        """
+        """Handle parameters without a gradient."""
         if self._job.plan.unused == "error":
             missing = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
             if missing:

@@ -163,11 +163,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def pack_world(modules: Collection[str] = ()) -> bytes:
-    """Pickle this process's settings; report what ranks will not have.
-
-    Args:
-        modules: the modules that define the model's classes.
-    """
+    """Pickle this process's settings; report what ranks will not have."""
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         report(
             "torch.autocast is on here and not on the ranks: mk.Plan(..., precision='bf16') trains in 16 bits."

@@ -40,7 +40,7 @@ def placement(
 
 def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
     """Describe what each tp rank holds of a model's parameters, by the parameter's name."""
-    from mpkit.strategies.comm.process_group import FakeGroup
+    from mpkit.strategies.comm.fake_group import FakeGroup
     from mpkit.strategies.tensor.known_plans import find_tensor_plan
     from mpkit.strategies.tensor.resolve import check
     from mpkit.strategies.tensor.shards import shards_of
@@ -149,13 +149,13 @@ def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
 
     from mpkit.strategies.models.chain import layers_of
     from mpkit.strategies.replicas.flat import FlatLayout
-    from mpkit.strategies.replicas.units import by_bucket, by_site, sites_of
+    from mpkit.strategies.replicas.units import sites_of, units_of
     from mpkit.strategies.stage.stage import Stage
 
     n = plan.shards
     sites = sites_of({0: Stage(0, layers_of(model), torch.device("cpu"))})
     parts: dict[int, tuple[tuple[int, int], ...]] = {}
-    units = by_site(sites) if plan.zero == 3 else by_bucket(sites, int(plan.bucket_mb * 2**20))
+    units = units_of(sites, plan.zero, int(plan.bucket_mb * 2**20))
     for unit in units:
         layouts = [FlatLayout(unit.parameters, rank % n, n) for rank in range(plan.dp * plan.cp)]
         for i, parameter in enumerate(unit.parameters):

@@ -16,7 +16,7 @@ from mpkit.plan.kinds import real, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action
 from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.strategies.compute.scores import measure_scores
+from mpkit.strategies.compute.stage_forward import measure_scores
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import batch_size, part
 from mpkit.strategies.job.job import EvaluationData

@@ -31,7 +31,7 @@ from mpkit.plan.rules import call_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.strategies.data.microbatch import batch_size
-from mpkit.strategies.experts.known_experts import find_balanced
+from mpkit.strategies.experts.divide import find_balanced
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
-from mpkit.strategies.experts.known_experts import find_balanced
+from mpkit.strategies.experts.divide import find_balanced
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.sample import SampleSeen
 from mpkit.strategies.replicas.flat import assign_owners

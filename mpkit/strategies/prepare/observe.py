@@ -26,8 +26,7 @@ from mpkit.common.exceptions import one_line
 from mpkit.common.torch_private import peek_interpreter_stack
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value
-from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.models.chain import layers_of, repeated_blocks
 from mpkit.strategies.models.heard_draws import draws_numbers
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import SEEDED

@@ -42,12 +42,15 @@ from mpkit.strategies.update.optimizer import (
     OptimizerFunction,
     SeveralOptimizers,
     UpdatedPart,
+    WholeParameter,
     describe_optimizer,
     kind_of,
+    make_like,
     make_optimizer,
     parts_of,
+    stand_in,
+    trained_parameters,
 )
-from mpkit.strategies.update.whole_model import WholeParameter, make_like, stand_in, trained_parameters
 
 __all__ = ["ELEMENTWISE", "create_optimizer", "examine_optimizer", "is_elementwise"]
 

@@ -8,7 +8,7 @@ from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.stage.recompute import chosen_blocks
 
 __all__ = ["count_recomputed", "warn_if_nothing_recomputed", "warn_if_unwise"]

@@ -25,7 +25,7 @@ from torch import nn
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
 from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from mpkit.common.exceptions import one_line
 from mpkit.common.torch_private import tree_leaves
 from mpkit.plan.plan import Plan
-from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import check_sequences, sequence_part, shift_positions
 from mpkit.strategies.data.microbatch import Value, leaves, part
-from mpkit.strategies.experts.known_experts import (
+from mpkit.strategies.experts.divide import (
     check_experts_of,
     chosen_experts,
     find_experts,

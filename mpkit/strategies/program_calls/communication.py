@@ -192,8 +192,7 @@ class Communication:
         if operator.tag >= 0:
             name, number = self._message(kind, peer, tag)
         else:
-            name, number = group.name, group.issued
-            group.issued = number + 1
+            name, number = group.name, group.take_number()
         text, said = self._text(tensors) if tensors else "", self._annotations.innermost
         call, checks = None, self._checks
         if checks is not None and self._lines.is_direct and kind in _COMPARED and group.size > 1:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.data.microbatch import Value, leaves, part
-from mpkit.strategies.experts.known_experts import find_balanced
+from mpkit.strategies.experts.divide import find_balanced
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.proof.compare import Noise, Results, run_user_code

@@ -17,9 +17,9 @@ from mpkit.common.process_wide import LOCK, silent
 from mpkit.errors import MpkitError, NotSerial
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import CannotReplay
+from mpkit.strategies.models.step_facts import FIRST_TIMES, first_unverified
 from mpkit.strategies.proof.prover import Prover
 from mpkit.strategies.runtime.evidence import verdict_of
-from mpkit.strategies.runtime.first_times import FIRST_TIMES, first_unverified
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory
 from mpkit.trace.proof import PROOF, Proof
 

@@ -7,10 +7,8 @@ units         which parameters share a flat tensor, and the layers that use them
 flat          parameters side by side in one tensor, cut into equal shards
 reducer       gradients, from autograd to their sum over ranks: one for DDP and all stages of ZeRO
 ddp           everything whole, gradients summed
-zero          ZeRO-1 and 2: optimizer states and gradients divided
-zero3         ZeRO-3: parameters divided too, on the device or in the host's memory
+zero          ZeRO-1, 2 and 3: optimizer states, gradients and parameters divided
 gather        the hooks of ZeRO-3 that gather a layer's parameters around its forward and backward
-shard         ZeRO for your own training loop
 
 and what keeps the rest equal: `buffers`, `batchnorm` over the whole batch, `tied` weights of several stages.
 """

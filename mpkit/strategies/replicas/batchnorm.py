@@ -165,13 +165,7 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
 
 
 def announce_sync(context: Context, replicas: Communicator, model: nn.Module) -> None:
-    """Say on rank 0 what synchronized BatchNorms cost; the timeline has each of their collectives.
-
-    Args:
-        context: this rank's context.
-        replicas: the ranks that share the batch.
-        model: the rank's model before it is cut into stages.
-    """
+    """Say on rank 0 what synchronized BatchNorms cost; the timeline has each of their collectives."""
     played = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
     if context.rank == 0 and not played and (norms := batch_norms(model)):
         print(

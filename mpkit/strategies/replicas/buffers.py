@@ -35,13 +35,7 @@ def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
 
 
 class StatefulBuffers:
-    """The buffers of a module, and a record of which of them change.
-
-    Args:
-        replicas: the ranks that hold the same module.
-        plan: read for batchnorm.
-        module: this rank's copy.
-    """
+    """The buffers of a module, and a record of which of them change."""
 
     def __init__(self, replicas: Communicator, plan: Plan, module: nn.Module) -> None:
         self._replicas = replicas

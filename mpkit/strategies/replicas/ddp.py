@@ -32,11 +32,7 @@ __all__ = ["DDP"]
 
 
 class DDP(GradientSync):
-    """Gradients summed over replicas, in buckets, while the backward pass runs.
-
-    Args:
-        held: this rank's part of the model, and its replicas.
-    """
+    """Gradients summed over replicas, in buckets, while the backward pass runs."""
 
     reduction: str = "sum"
 
@@ -48,16 +44,19 @@ class DDP(GradientSync):
             broadcast_tensors(replicas, tensors)
         self._stateful = StatefulBuffers(held.replicas, held.plan, held.module)
         # ---- buckets, but for experts that no other rank holds: their gradients are complete after the backward
-        shared = [p.parameter for p in reversed(self.pieces) if held.replicas_of(p.parameter).size > 1]
+        shared = [
+            p.parameter for p in reversed(self.pieces) if held.holders_of(p.parameter).replicas.size > 1
+        ]
         tied, kinds = set(held.tied), held.unit_kinds
         of_one, of_several = [p for p in shared if p not in tied], [p for p in shared if p in tied]
+        record = held.context.record
         self._buckets = [
             SummedGradients(
-                FlatLayout(bucket, 0, 1), held.context.record, held.replicas_of(bucket[0]), stage, self.reduction
+                FlatLayout(bucket, 0, 1), record, held.holders_of(bucket[0]).replicas, stage, self.reduction
             )
             for parameters, stage in ((of_one, 0), (of_several, None))
             for bucket in fill_buckets(parameters, held.bucket_bytes, kinds)
-        ]  # fmt: skip
+        ]
         self._reducer = Reducer(
             held.replicas, self._buckets, {piece.parameter: piece.name for piece in self.pieces},
             allows_unused=held.allows_unused, allow_unused=held.allow_unused,
@@ -85,11 +84,7 @@ class DDP(GradientSync):
         yield
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all sums. What no rank used has no gradient, as in serial training.
-
-        Raises:
-            MpkitError: a parameter has no gradient, and the plan does not allow that.
-        """
+        """Reduce the remaining buckets and wait for all sums; what no rank used has no gradient, as serially."""
         unused = self._reducer.finish()
         for bucket in self._buckets:
             for parameter in bucket.zeroed & unused:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import PendingWork
+from mpkit.strategies.comm.wire import PendingWork
 from mpkit.trace.record.recorder import Recorder
 
 __all__ = ["Flat", "FlatLayout", "ShardedFlat", "assign_owners"]
@@ -164,9 +164,6 @@ class Flat:
 
     def free(self) -> None:
         """Free the whole tensor after its use: this one stays."""
-
-    def expire(self) -> None:
-        """Note that the shards have changed, or may have: nothing else is kept of this one."""
 
     def drop(self) -> None:
         """Free all memory, even that which normally stays, since nobody needs its contents."""

@@ -32,7 +32,7 @@ from mpkit.common.torch_private import (
     tree_leaves,
 )
 from mpkit.errors import MpkitError
-from mpkit.strategies.comm.process_group import PendingWork
+from mpkit.strategies.comm.wire import PendingWork
 from mpkit.strategies.models.nested_values import flatten, is_opaque
 from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.replicas.flat import Flat
@@ -153,11 +153,6 @@ class ShardedParameter(nn.Parameter):
         return f"<parameter of shape {list(self.shape)}, sharded; whole inside `with replica.gathered():`>"
 
 
-def _on_demand(parameter: nn.Parameter, gather: Callable[[nn.Parameter], bool]) -> None:
-    """Set the function that gathers the parameter where it is used; it returns False where that is not possible."""
-    parameter._gather = gather  # type: ignore[attr-defined]
-
-
 def _veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:
     """Make parameters sharded ones, or plain ones again. Instances of a user's own subclasses stay as they are."""
     now, then = (nn.Parameter, ShardedParameter) if sharded else (ShardedParameter, nn.Parameter)
@@ -180,7 +175,7 @@ class WholeParameters:
         for flat in flats:
             flat.free()
             for parameter in flat.layout.parameters:
-                _on_demand(parameter, demand)
+                parameter._gather = demand  # type: ignore[attr-defined]
             _veil(flat.layout.parameters, sharded=True)
 
     @torch.no_grad()
@@ -212,9 +207,6 @@ class WholeParameters:
         Args:
             kept: those that stay whole.
             changed: whether the others may have been written into, which is lost.
-
-        Raises:
-            MpkitError: one was written into.
         """
         for flat in [flat for flat in self._whole if flat not in kept]:
             self._wait(flat)
@@ -235,9 +227,6 @@ class WholeParameters:
 
 class ActionNeeds:
     """What forwards need at the moment, or backwards.
-
-    Args:
-        sites: the number of sites.
 
     Attributes:
         begun: by site, autograd's count of nodes when the site's forward began, in the action's thread.

@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
 __all__ = [
-    "ExpertReplicas",
+    "Holders",
     "ReplicatedPart",
-    "ShardGroups",
     "arrived_late",
-    "expert_replicas",
-    "shard_groups",
+    "holders_of",
     "unused_error",
 ]
 
@@ -52,51 +50,37 @@ def arrived_late(name: str) -> MpkitError:
     )
 
 
-class ShardGroups(NamedTuple):
-    """Hybrid sharding, from one rank's point of view.
+class Holders(NamedTuple):
+    """The ranks that hold a part of the model, from one rank's point of view.
 
     Attributes:
-        shard: the ranks of its group, among which ZeRO shards.
-        replicate: the ranks of the other groups that hold the same shard, and this one.
-    """
-
-    shard: Communicator
-    replicate: Communicator
-
-
-def shard_groups(plan: Plan, axes: MeshAxes) -> ShardGroups | None:
-    """Return this rank's groups under hybrid sharding; None if ZeRO shards among all replicas.
-
-    Every rank makes this call at the same time.
-    """
-    if plan.dp_shard is None:
-        return None
-    return ShardGroups(axes.communicator_of("dp_shard", "cp"), axes.communicator_of("dp_replicate"))
-
-
-class ExpertReplicas(NamedTuple):
-    """The ranks that hold the same experts, from one rank's point of view.
-
-    Attributes:
-        replicas: all of them.
-        groups: these by groups, in hybrid sharding.
+        replicas: those that hold the same part, or would without ZeRO.
+        shard: those among which ZeRO shards it: all replicas, or a group of them in hybrid sharding.
+        replicate: the ranks of the other groups that hold the same shard, and this one; None: there is one group.
     """
 
     replicas: Communicator
-    groups: ShardGroups | None
+    shard: Communicator
+    replicate: Communicator | None = None
 
 
-def expert_replicas(plan: Plan, axes: MeshAxes) -> ExpertReplicas | None:
-    """Return the ranks that hold the same experts; None if all replicas do.
+def holders_of(plan: Plan, axes: MeshAxes) -> tuple[Holders, Holders | None]:
+    """Return the ranks that hold this rank's part of the model, and its experts; None if the same hold these.
 
     Every rank makes this call at the same time.
     """
+    replicas = axes.communicator_of("dp", "cp")
+    if plan.dp_shard is None:
+        of_model = Holders(replicas, replicas)
+    else:
+        groups = axes.communicator_of("dp_shard", "cp"), axes.communicator_of("dp_replicate")
+        of_model = Holders(replicas, *groups)
     if plan.ep == 1:
-        return None
-    groups = None
-    if plan.dp_shard is not None:
-        groups = ShardGroups(axes.communicator_of("edp"), axes.communicator_of("dp_replicate"))
-    return ExpertReplicas(axes.communicator_of("dp_replicate", "edp"), groups)
+        return of_model, None
+    replicas = axes.communicator_of("dp_replicate", "edp")
+    if plan.dp_shard is None:
+        return of_model, Holders(replicas, replicas)
+    return of_model, Holders(replicas, axes.communicator_of("edp"), axes.communicator_of("dp_replicate"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,25 +91,26 @@ class ReplicatedPart:
         context: this rank's context.
         plan: read for zero, offload, bucket_mb, prefetch, unused and batchnorm.
         stages: this rank's part of the model by number of the stage, on its device.
-        replicas: the ranks that hold the same part, or would without ZeRO.
-        groups: the replicas by groups, where ZeRO shards within each; None: it shards among all replicas.
+        holders: the ranks that hold the same part.
         tied: parameters that several stages of the model use, whose gradients are complete only after all backwards.
-        whole: parameters that ZeRO leaves alone; something else keeps them equal.
         allow_unused: what lets a parameter have no gradient, for the error that asks for it.
-        experts: the ranks that hold the same experts; None if all replicas do.
+        experts: the ranks that hold the same experts; None if the same ranks do.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
     """
 
     context: Context
     plan: Plan
     stages: dict[int, Stage]
-    replicas: Communicator
+    holders: Holders
     tied: Collection[nn.Parameter] = ()
-    whole: Collection[nn.Parameter] = ()
     allow_unused: str = "unused='allow' in the Plan"
-    groups: ShardGroups | None = None
-    experts: ExpertReplicas | None = None
+    experts: Holders | None = None
     by_owner: bool = False
+
+    @property
+    def replicas(self) -> Communicator:
+        """The ranks that hold the same part, or would without ZeRO."""
+        return self.holders.replicas
 
     @cached_property
     def expert_parameters(self) -> set[nn.Parameter]:
@@ -133,17 +118,9 @@ class ReplicatedPart:
         names = next(iter(self.stages.values())).sharded.experts
         return {parameter for name, parameter in named_parameters(self.stages).items() if name in names}
 
-    def replicas_of(self, parameter: nn.Parameter) -> Communicator:
-        """Return the ranks that hold the parameter, or would without ZeRO."""
-        if self.experts is not None and parameter in self.expert_parameters:
-            return self.experts.replicas
-        return self.replicas
-
-    def groups_of(self, parameter: nn.Parameter) -> tuple[Communicator, Communicator | None]:
-        """Return the ranks among which ZeRO shards the parameter, and those that hold the same shard, if any do."""
-        of_experts = self.experts is not None and parameter in self.expert_parameters
-        groups = self.experts.groups if self.experts is not None and of_experts else self.groups
-        return (groups.shard, groups.replicate) if groups else (self.replicas_of(parameter), None)
+    def holders_of(self, parameter: nn.Parameter) -> Holders:
+        """Return the ranks that hold the parameter."""
+        return self.experts if self.experts and parameter in self.expert_parameters else self.holders
 
     def by_replicas(self) -> Iterator[tuple[Communicator, list[Tensor]]]:
         """Yield all parameters and buffers, with the ranks that hold them."""

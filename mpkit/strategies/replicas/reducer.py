@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import PendingWork
+from mpkit.strategies.comm.wire import PendingWork
 from mpkit.strategies.replicas.flat import Flat, FlatLayout, ShardedFlat
 from mpkit.strategies.replicas.part import arrived_late, unused_error
 from mpkit.strategies.stage.gradient_sync import Half
@@ -49,7 +49,6 @@ class Gradients(ABC):
 
     Args:
         layout: that of the unit's parameters.
-        record: this rank's recorder.
         shard_group: the ranks that share the work.
         stage: the model's stage whose backwards produce the gradients; None if several do, which share a tied weight.
         replicate_group: the ranks of other groups that keep the same shard; None if there are none.
@@ -158,11 +157,6 @@ class AccumulatedGradients(Gradients):
 
 class SummedGradients(AccumulatedGradients):
     """Whole gradients that every rank wants the sum of. The memory stays, since a backend's thread may hold it.
-
-    Args:
-        layout, record, stage: as above.
-        replicas: the ranks whose gradients are summed.
-        reduction: "sum" or "mean".
 
     Attributes:
         zeroed: parameters whose gradient is 0 because none had come when it was reduced.

@@ -40,7 +40,6 @@ class TiedWeights:
     pieces that this rank updates.
 
     Args:
-        context: this rank's context.
         shared: the model's tied weights, the same on every rank.
         rank_of: the rank that holds each stage, within this rank's pipeline.
         sync: synchronizes this rank's stages with their replicas. Where replicas divide a tied weight, the ranks
@@ -115,12 +114,7 @@ class TiedWeights:
 
 
 def tied_parameters(stages: dict[int, Stage], shared: Sequence[SharedWeight]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients come from several stages, here or elsewhere.
-
-    Args:
-        stages: this rank's stages.
-        shared: the model's tied weights.
-    """
+    """Return the parameters whose gradients come from several stages, here or elsewhere."""
     mine = named_parameters(stages)
     names = {name for weight in shared for stage, name in weight.names.items() if stage in stages}
     return [parameter for name, parameter in mine.items() if name in names]

@@ -1,12 +1,10 @@
 """Units: which parameters share a flat tensor, and the layers that use them.
 
-    fill_buckets DDP: the last layer's first, up to `bucket_mb`, as in PyTorch
-    by_bucket    P_os, P_os+g: those of one layer, so that its gradients are reduced, and possibly freed, while the next
-                 layer's arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most
-                 `bucket_mb`
-    by_stage     P_os by owner: those of a stage
-    by_site      P_os+g+p: those of one layer or one repeated block, so that its parameters are whole only while it
-                 computes
+    DDP          the last layer's first, up to `bucket_mb`, as in PyTorch (`fill_buckets`)
+    P_os, P_os+g those of one layer, so that its gradients are reduced, and possibly freed, while the next layer's
+                 arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most `bucket_mb`
+                 (`units_of`); by owner, those of a stage
+    P_os+g+p     those of one layer or one repeated block, so that its parameters are whole only while it computes
 
 A parameter that several layers share belongs to the first of them.
 """
@@ -24,7 +22,7 @@ from torch import nn
 from mpkit.strategies.stage.partitioned_stage import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
-__all__ = ["FIRST_BYTES", "Site", "Unit", "by_bucket", "by_site", "by_stage", "fill_buckets", "sites_of"]
+__all__ = ["FIRST_BYTES", "Site", "Unit", "fill_buckets", "sites_of", "units_of"]
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that communication begins early; PyTorch's DDP does the same."""
@@ -51,17 +49,13 @@ class Site:
     around: bool = False
 
 
-def sites_of(stages: dict[int, Stage], whole: Collection[nn.Parameter] = ()) -> list[Site]:
+def sites_of(stages: dict[int, Stage]) -> list[Site]:
     """Return the sites of a model, in the order in which modules are registered.
 
-    Sites are what FSDP users wrap: each repeated block (`mpkit.strategies.models.blocks`), and each module beside the
+    Sites are what FSDP users wrap: each repeated block (`mpkit.strategies.models.chain`), and each module beside the
     blocks, such as embeddings and head. A layer of a chain is a site, unless there are blocks within it. A module
     around others is a site too, for the parameters that it has itself, and for those that are used while their own
     module is not called.
-
-    Args:
-        stages: the model's stages on this rank.
-        whole: parameters that are not sharded, and belong to no site.
     """
     found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
     for number, stage in stages.items():
@@ -73,9 +67,7 @@ def sites_of(stages: dict[int, Stage], whole: Collection[nn.Parameter] = ()) -> 
             for site in sites:
                 found.setdefault(site.module, site)
     seen: set[nn.Parameter] = set()
-    unsharded = set(whole)  # compares identity, where a list would compare values
     for site in found.values():
-        site.uses = [parameter for parameter in site.uses if parameter not in unsharded]
         site.own = [parameter for parameter in site.uses if parameter not in seen]
         seen.update(site.own)
     return list(found.values())
@@ -120,61 +112,38 @@ class Unit:
     stage: int | None
 
 
-def by_bucket(
+def units_of(
     sites: list[Site],
-    bucket_bytes: int,
+    zero: int,
+    bucket_bytes: float,
     tied: Collection[nn.Parameter] = (),
     apart: Mapping[nn.Parameter, str] = NO_KINDS,
+    *,
+    by_owner: bool = False,
 ) -> list[Unit]:
-    """Group the trained parameters as stages 1 and 2 of ZeRO do, the last used first.
+    """Group the parameters as a stage of ZeRO does, the last used first.
 
-    Frozen parameters have no gradient and are in no optimizer: they stay whole.
+    Stages 1 and 2 leave frozen parameters whole: they have no gradient and are in no optimizer.
 
     Args:
         sites: the model's sites.
-        bucket_bytes: the most bytes in a unit.
+        zero: the stage.
+        bucket_bytes: the most bytes in a unit of stages 1 and 2.
         tied: parameters that several stages of the model use.
         apart: the kinds of parameters that share no unit with those of another kind.
+        by_owner: whether stage 1 gives each parameter whole to one rank.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
-    >>> [len(unit.parameters) for unit in by_bucket(sites, 10**6)]
-    [4]
+    >>> [[len(unit.parameters) for unit in units_of(sites, zero, 10**6)] for zero in (1, 3)]
+    [[4], [2, 2]]
     """
-    return _group(_trained(sites), FIRST_BYTES, bucket_bytes, tied, apart)
-
-
-def by_stage(
-    sites: list[Site], tied: Collection[nn.Parameter] = (), apart: Mapping[nn.Parameter, str] = NO_KINDS
-) -> list[Unit]:
-    """Group the trained parameters of each stage, as stage 1 of ZeRO does where each has one owner.
-
-    >>> from mpkit.models import chain
-    >>> sites = sites_of({0: Stage(0, chain(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))), torch.device("cpu"))})
-    >>> [len(unit.parameters) for unit in by_stage(sites)]
-    [4]
-    """
-    return _group(_trained(sites), inf, inf, tied, apart)
-
-
-def by_site(
-    sites: list[Site], tied: Collection[nn.Parameter] = (), apart: Mapping[nn.Parameter, str] = NO_KINDS
-) -> list[Unit]:
-    """Group all parameters as stage 3 of ZeRO does, the last used first; frozen ones apart from the others.
-
-    >>> from mpkit.models import chain
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
-    >>> [len(unit.parameters) for unit in by_site(sites)]
-    [2, 2]
-    """
-    return _group(sites, 0, inf, tied, apart)
-
-
-def _trained(sites: list[Site]) -> list[Site]:
-    """Return the sites with their trained parameters only."""
-    return [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
+    if zero == 3:
+        return _group(sites, 0, inf, tied, apart)
+    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
+    least, most = (inf, inf) if by_owner else (FIRST_BYTES, bucket_bytes)
+    return _group(trained, least, most, tied, apart)
 
 
 def _group(
@@ -217,9 +186,7 @@ def _nbytes(parameters: list[nn.Parameter]) -> int:
 
 
 def fill_buckets(
-    parameters: Iterable[nn.Parameter],
-    nbytes: int,
-    apart: Mapping[nn.Parameter, str] = NO_KINDS,
+    parameters: Iterable[nn.Parameter], nbytes: int, apart: Mapping[nn.Parameter, str] = NO_KINDS
 ) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of `nbytes` each, the first of each dtype of 1 MiB, as in PyTorch's DDP.
 

@@ -9,7 +9,7 @@ SC 2020, section 5. With psi parameters in mixed precision with Adam, each of n 
     Zero2  P_os+g            2 psi        2 psi / n     12 psi / n
     Zero3  P_os+g+p          2 psi / n    2 psi / n     12 psi / n
 
-Each stage is a class, `Zero1` and `Zero2` below and `Zero3` in `zero3`, which says what it does in a step:
+Each stage is a class, which says what it does in a step:
 
     flatten       parameters and their gradients lie in flat tensors, cut into one shard per rank (`units`, `flat`)
     begin_step    gradients are dropped
@@ -35,25 +35,24 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.wire import PendingWork
 from mpkit.strategies.replicas.buffers import StatefulBuffers
-from mpkit.strategies.replicas.flat import Flat, FlatLayout
-from mpkit.strategies.replicas.part import ReplicatedPart
+from mpkit.strategies.replicas.flat import Flat, FlatLayout, ShardedFlat
+from mpkit.strategies.replicas.gather import GatherHooks
+from mpkit.strategies.replicas.part import Holders, ReplicatedPart
 from mpkit.strategies.replicas.reducer import AccumulatedGradients, Gradients, Reducer, ShardedGradients
-from mpkit.strategies.replicas.units import Unit, by_bucket, by_stage, sites_of
+from mpkit.strategies.replicas.units import Unit, sites_of, units_of
 from mpkit.strategies.stage.gradient_sync import GradientSync, Half, Piece, named_parameters
+from mpkit.trace import Kind
 
-__all__ = ["Zero", "Zero1", "Zero2"]
+__all__ = ["OffloadedZero3", "Zero", "Zero1", "Zero2", "Zero3", "zero_sync"]
 
 
 class Zero(GradientSync):
     """This rank's shards, and what its stage of ZeRO leaves whole.
-
-    Args:
-        held: this rank's part of the model, and its replicas.
-        units: which parameters share a flat tensor, in the order in which their gradients are reduced.
 
     Attributes:
         pieces: this rank's part of every trained parameter, possibly empty.
@@ -66,8 +65,12 @@ class Zero(GradientSync):
     flat_params: ClassVar[type[Flat]]
     flat_grads: ClassVar[type[Gradients]]
 
-    def __init__(self, held: ReplicatedPart, units: list[Unit]) -> None:
+    def __init__(self, held: ReplicatedPart) -> None:
         super().__init__(held.stages)
+        self._sites = sites_of(held.stages)
+        units = units_of(
+            self._sites, held.plan.zero, held.bucket_bytes, held.tied, held.unit_kinds, by_owner=held.by_owner
+        )
         self._replicas, self._record = held.replicas, held.context.record
         self._first_of_replicas = held.first_of_replicas
         module = held.module
@@ -77,7 +80,7 @@ class Zero(GradientSync):
         self._stateful = StatefulBuffers(held.replicas, held.plan, module)
         # ---- flatten: their gradients
         self._grads = [
-            self._gradients_of(unit, flat.layout, *held.groups_of(unit.parameters[0]))
+            self._gradients_of(unit, flat.layout, held.holders_of(unit.parameters[0]))
             for unit, flat in zip(units, self._params, strict=True)
             if unit.parameters[0].requires_grad
         ]
@@ -95,21 +98,17 @@ class Zero(GradientSync):
 
     def _flatten(self, unit: Unit, held: ReplicatedPart) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
-        shard_group, _ = held.groups_of(unit.parameters[0])
-        layout = FlatLayout(unit.parameters, shard_group.index, shard_group.size, by_owner=held.by_owner)
-        flat = self._new_flat(unit, layout, held)
+        holders = held.holders_of(unit.parameters[0])
+        layout = FlatLayout(unit.parameters, holders.shard.index, holders.shard.size, by_owner=held.by_owner)
+        flat = self.flat_params(layout, self._record, "params", holders.shard)
         flat.whole.zero_()
         for parameter, view in zip(unit.parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        held.replicas_of(unit.parameters[0]).broadcast(flat.whole)
+        holders.replicas.broadcast(flat.whole)
         flat.shard.copy_(flat.mine)
         flat.free()
         return flat
-
-    def _new_flat(self, unit: Unit, layout: FlatLayout, held: ReplicatedPart) -> Flat:
-        """Return a flat tensor for a unit's parameters."""
-        return self.flat_params(layout, self._record, "params", held.groups_of(unit.parameters[0])[0])
 
     def _broadcast_rest(self, held: ReplicatedPart) -> None:
         """Broadcast the first replica's buffers, and parameters that are not sharded."""
@@ -119,12 +118,10 @@ class Zero(GradientSync):
                 if tensor not in sharded:
                     replicas.broadcast(tensor.detach())
 
-    def _gradients_of(
-        self, unit: Unit, layout: FlatLayout, shard_group: Communicator, replicate_group: Communicator | None
-    ) -> Gradients:
+    def _gradients_of(self, unit: Unit, layout: FlatLayout, holders: Holders) -> Gradients:
         """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
         keep = AccumulatedGradients if unit.stage is None else self.flat_grads
-        return keep(layout, self._record, shard_group, unit.stage, replicate_group)
+        return keep(layout, self._record, holders.shard, unit.stage, holders.replicate)
 
     def _divide(self) -> dict[FlatLayout, list[Piece]]:
         """Replace whole parameters by this rank's parts of them; return these by flat tensor."""
@@ -168,11 +165,7 @@ class Zero(GradientSync):
         yield
 
     def finish(self) -> None:
-        """Wait for the gradients of this rank's pieces; those of parameters that no rank used are None.
-
-        Raises:
-            MpkitError: a parameter has no gradient, and the plan does not allow that.
-        """
+        """Wait for the gradients of this rank's pieces; those of parameters that no rank used are None."""
         unused = self._reducer.finish()
         for piece, gradient in self._gradient_of:
             piece.held.grad = None if piece.parameter in unused else gradient
@@ -230,22 +223,10 @@ class Zero1(Zero):
     reduced at the end of the backward.
 
     Source: section 5.1.
-
-    Args:
-        held: this rank's part of the model, and its replicas.
     """
 
     flat_params = Flat
     flat_grads = AccumulatedGradients
-
-    def __init__(self, held: ReplicatedPart) -> None:
-        sites = sites_of(held.stages, held.whole)
-        units = (
-            by_stage(sites, held.tied, held.unit_kinds)
-            if held.by_owner
-            else by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds)
-        )
-        super().__init__(held, units)
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
@@ -266,20 +247,108 @@ class Zero2(Zero):
     algorithm in 20 lines.
 
     Source: section 5.2.
-
-    Args:
-        held: this rank's part of the model, and its replicas.
     """
 
     flat_params = Flat
     flat_grads = ShardedGradients
-
-    def __init__(self, held: ReplicatedPart) -> None:
-        sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds))
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
         """Reduce-scatter the gradients of every backward; their sums accumulate in the shards."""
         with self._reducer.backward_of(stage, last, half):
             yield
+
+
+class Zero3(Zero):
+    """P_os+g+p: each rank keeps its n-th of everything, and a layer's parameters are whole while it computes.
+
+        forward     layer by layer: all-gather its parameters, compute, free them (`gather`)
+        backward    layer by layer: all-gather again, compute; reduce-scatter the gradients, free both
+        update      the shards, with this rank's optimizer states (`mpkit.strategies.update`)
+
+    With one micro-batch each parameter is gathered twice and its gradient reduced once: 3 psi, 1.5 times DDP's volume.
+    `mpkit.strategies.reference.zero3` is the algorithm in 30 lines.
+
+    Source: sections 5.3 and 7.2.2.
+    """
+
+    flat_params = ShardedFlat
+    flat_grads = ShardedGradients
+
+    def __init__(self, held: ReplicatedPart) -> None:
+        super().__init__(held)
+        # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
+        self._gathering = GatherHooks(self._sites, self._params, prefetch=held.plan.prefetch)
+
+    @contextmanager
+    def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
+        """Reduce-scatter the gradients of every backward; free the parameters that it gathered."""
+        with self._reducer.backward_of(stage, last, half):
+            if half == "W":  # goes from node to node, and no hook shows which layer is next
+                self._gathering.gather_stage(stage)
+            yield
+        self._gathering.after_backward()
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Take the first replica's buffers; afterwards, free the parameters that the forwards gathered."""
+        with super().evaluation_mode():
+            yield
+        self._gathering.after_backward()
+
+    def renew(self) -> None:
+        """Free what is still whole, since it is out of date; the next forward gathers the updated shards."""
+        self._gathering.after_backward()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep all parameters whole inside the block, which every rank enters. Changes to them are lost."""
+        with self._gathering.gather_all():
+            yield
+
+
+class OffloadedFlat(ShardedFlat):
+    """A flat tensor whose shard is in the host's memory, which the device's ledger does not count."""
+
+    def _new_shard(self, category: str) -> Tensor:
+        # Pinned, so that the device can read it without the CPU.
+        return torch.zeros(self.layout.k, dtype=self.whole.dtype, device="cpu", pin_memory=self.whole.is_cuda)
+
+    def start_all_gather(self) -> PendingWork:
+        """Copy the shard to its place on the device, and start gathering the others."""
+        op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=self.shard.nbytes)
+        self.mine.copy_(self.shard, non_blocking=True)
+        self._record.end(op)
+        return self.shard_group.all_gather(self.mine, async_op=True, out=self.whole)
+
+
+class OffloadedZero3(Zero3):
+    """Stage 3 whose pieces, and their gradients after `finish`, are on the host, where the update happens.
+
+    A gather copies this rank's shard to the device first. Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU
+    Memory Wall for Extreme Scale Deep Learning", SC 2021.
+    """
+
+    flat_params = OffloadedFlat
+
+    def __init__(self, held: ReplicatedPart) -> None:
+        super().__init__(held)
+        self._host = [torch.empty_like(grads.flat.shard, device="cpu") for grads in self._grads]
+        self._gradient_of = self._pair(
+            [grads.layout.parts(host) for grads, host in zip(self._grads, self._host, strict=True)]
+        )
+
+    def finish(self) -> None:
+        """Wait for the gradients of this rank's pieces, and copy them to the host."""
+        super().finish()
+        shards = [grads.flat.shard for grads in self._grads]
+        op = self._record.begin(Kind.COPY_TO_HOST, nbytes=sum(shard.nbytes for shard in shards))
+        for host, shard in zip(self._host, shards, strict=True):
+            host.copy_(shard)
+        self._record.end(op)
+
+
+def zero_sync(held: ReplicatedPart) -> Zero:
+    """Return the stage of ZeRO that the plan asks for."""
+    offloads = held.plan.offload == "params"
+    return {1: Zero1, 2: Zero2, 3: OffloadedZero3 if offloads else Zero3}[held.plan.zero](held)

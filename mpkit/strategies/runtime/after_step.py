@@ -7,7 +7,9 @@ agree       if any rank asked to stop, all ranks stop after this step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +17,64 @@ from torch import Tensor
 
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob, due
+from mpkit.strategies.models.randomness import preserve_random_state
 from mpkit.strategies.rank_context import Context
-from mpkit.strategies.runtime.evaluation import Evaluation
+from mpkit.strategies.runtime.pipeline import Pipeline
+from mpkit.strategies.stage.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
     from mpkit.strategies.runtime.train import Training
 
-__all__ = ["AfterStep", "StepContext"]
+__all__ = ["AfterStep", "Evaluation", "StepContext"]
+
+
+class Evaluation:
+    """One rank's part of evaluations."""
+
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
+        assert job.how.evaluation is not None
+        self._context, self._sync, self._names = context, sync, job.how.evaluation.names
+        job = job.for_evaluation()
+        self._computes, self._counts = True, axes.leads()  # the others compute the same scores
+        if job.plan.data_parallel == "dp":
+            self._computes = context.rank == 0
+            job = replace(job, where=replace(job.where, plan=replace(job.plan, dp=1, data_parallel="ddp")))
+        self._job = job
+        if self._computes:
+            self._pipeline = Pipeline(context, job, axes, sync, evaluates=True)
+
+    def run(self) -> dict[str, float]:
+        """Evaluate the model as it is now, and return what was measured, by name; every rank calls it."""
+        # ---- quiet
+        with self._quiet(), torch.no_grad(), self._sync.evaluation_mode():
+            # ---- forwards
+            sums = torch.zeros(2 * len(self._names), dtype=torch.float64, device=self._context.device)
+            if self._computes:
+                feed = Feed(self._context, self._job, needed=self._pipeline.takes_data, accounts=False)
+                for number in range(len(self._job.what.batches)):
+                    added = self._pipeline.scores(number, feed.take(number))
+                    if added is not None and self._counts:
+                        sums += added
+                feed.close()
+        # ---- sum
+        total, weight = self._context.comm.all_reduce(sums).view(-1, 2).unbind(1)
+        values: list[float] = (total / weight).tolist()
+        return dict(zip(self._names, values, strict=True))
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        modules = [m for stage in self._sync.stages.values() for m in stage.layers.modules()]
+        training = [module.training for module in modules]
+        try:
+            with preserve_random_state(self._context.device):
+                for module in modules:
+                    module.training = False
+                yield
+        finally:
+            for module, was in zip(modules, training, strict=True):
+                module.training = was
 
 
 @dataclass(frozen=True)
@@ -64,9 +116,6 @@ class AfterStep:
     """One rank's part in what happens after each step.
 
     Args:
-        context: this rank's context.
-        job: the training.
-        axes: the mesh's axes.
         training: this rank's part of it.
         checks: compares what `on_step` communicates; None: nothing does.
 

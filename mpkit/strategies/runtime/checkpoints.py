@@ -2,7 +2,7 @@
 
 Saving, after every k-th step:
 
-    collect    what this rank holds (`checkpoint_state`); nothing is gathered
+    collect    what this rank holds (`rank_state`); nothing is gathered
     write      one file per rank (`mpkit.strategies.checkpoint.parts`); what several ranks hold one of them writes
     seal       each rank reads its file back for a digest, and rank 0 collects the digests
     publish    rank 0 gives the checkpoint its name (`mpkit.strategies.checkpoint.files`) and deletes the oldest one
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from mpkit.errors import MpkitError
 from mpkit.strategies.checkpoint.files import (
     CheckpointSaving,
+    FolderLock,
     Resume,
     clean,
     digest,
@@ -34,18 +35,16 @@ from mpkit.strategies.checkpoint.files import (
     publish,
 )
 from mpkit.strategies.checkpoint.head import CheckpointHead, DamagedCheckpoint
-from mpkit.strategies.checkpoint.lock import FolderLock
-from mpkit.strategies.checkpoint.parts import HeldPart, SavedParts, name_of, write_rank
+from mpkit.strategies.checkpoint.parts import SavedParts, name_of, write_rank
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.models.randomness import seed_all
-from mpkit.strategies.runtime.checkpoint_state import (
+from mpkit.strategies.models.randomness import RandomState, seed_all
+from mpkit.strategies.runtime.rank_state import (
     held_entries,
     put_back,
-    random_states,
     room_for,
-    set_random_states,
 )
+from mpkit.strategies.stage.shard import HeldPart
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -59,14 +58,7 @@ OTHER_DRAWS = 1_000_003
 
 
 class Checkpoints:
-    """One rank's part in saving a training and in resuming it.
-
-    Args:
-        context: this rank's context.
-        job: says what to save when and where, and what to resume from.
-        axes: the mesh's axes.
-        training: the training that is saved or restored.
-    """
+    """One rank's part in saving a training and in resuming it."""
 
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, training: Training) -> None:
         self._context, self._job, self._training = context, job, training
@@ -110,7 +102,7 @@ class Checkpoints:
         partial = partial_of(Path(saving.folder), step)
         # ---- collect
         state = held_entries(self._training, first=self._first, leads=self._leads)
-        drawn = random_states(context.device)
+        drawn = RandomState.now(context.device).pack()
         state[f"random/{context.rank}"] = HeldPart(drawn, tuple(drawn.shape))
         if self._training.after.state:
             kept = pack_kept(self._training.after.state)
@@ -194,18 +186,14 @@ class Checkpoints:
             update.scaler.scale, update.scaler.good = head.scaler["scale"], head.scaler["good"]
         update.skipped = head.skipped
         if same_ranks:
-            set_random_states(state[random].tensor, context.device)
+            RandomState.unpack(state[random].tensor, context.device).restore()
         else:
             seed_all(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
         self._record.end(op)
 
 
 def pack_kept(kept: dict[str, Any]) -> torch.Tensor:
-    """Return what `on_step` keeps as the bytes of a JSON text.
-
-    Raises:
-        MpkitError: JSON has no such values.
-    """
+    """Return what `on_step` keeps as the bytes of a JSON text."""
     try:
         text = json.dumps(kept)
     except (TypeError, ValueError) as error:

@@ -4,7 +4,7 @@
                 their optimizer states, and what model and loss remember, where the step before was not verified
                 from here on, what forwards draw at random is heard
     gradients   as the optimizer will see them, before they are clipped; in any step, which parameters have one for
-                the first time (`first_times`)
+                the first time (`FirstTimes`)
     end         after the step: the elements that it updates, digests as above, and the buffers; the file is complete
 
 Nothing is sent: each rank writes what it has. In steps that are not verified, `begin` and `end` are one comparison of
@@ -29,10 +29,9 @@ from mpkit.errors import NotSerial
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.python_state import PythonState
-from mpkit.strategies.models.step_facts import StepFacts
-from mpkit.strategies.runtime.checkpoint_state import buffers
+from mpkit.strategies.models.step_facts import FIRST_TIMES, FirstTimes, StepFacts
 from mpkit.strategies.runtime.evidence_file import write_evidence
-from mpkit.strategies.runtime.first_times import FIRST_TIMES, FirstTimes
+from mpkit.strategies.runtime.rank_state import buffers
 from mpkit.strategies.stage.gradient_sync import Piece, named_parameters
 from mpkit.strategies.stage.shard import Shard
 
@@ -67,11 +66,6 @@ class RankEvidence:
     Ranks that a launcher started cannot be ended from outside. So they look for the difference that was found, and wait
     at the end until nothing is left to compare. Ranks without a folder in common (on several machines) send their files
     to the first one by `gather_object`, whose process compares; it tells the others what was found where all wait.
-
-    Args:
-        context: this rank's context.
-        job: read for the steps that are verified.
-        training: this rank's training.
     """
 
     def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
@@ -140,13 +134,7 @@ class RankEvidence:
             self._now["gradients"] = {self._name(p.name): _on_host(g) for p, g in gradients.items()}
 
     def end(self, step: int, scale: float, *, skipped: bool) -> None:
-        """Note what the step led to, and write the file.
-
-        Args:
-            step: the number of the step.
-            scale: the loss scale with which its gradients were computed.
-            skipped: whether the update was left out, since gradients were not finite.
-        """
+        """Note what the step led to, and write the file."""
         if self._steps:
             trained = (self._name(piece.name) for piece in self._training.sync.pieces)
             compared = self._now is not None

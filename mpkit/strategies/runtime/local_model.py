@@ -20,13 +20,11 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.core import Schedule
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import shift_positions
-from mpkit.strategies.experts.divided_experts import divide_experts
-from mpkit.strategies.experts.known_experts import find_experts
-from mpkit.strategies.models.own_draws import OwnDraws
-from mpkit.strategies.models.token_draws import TokenDraws
+from mpkit.strategies.experts.divide import divide_experts, find_experts
+from mpkit.strategies.models.own_draws import OwnDraws, TokenDraws
 from mpkit.strategies.tensor import ShardedModel, shard_model
 
 __all__ = ["AttentionOver", "attention_over", "localize"]
@@ -36,7 +34,7 @@ AttentionOver = Callable[..., AbstractContextManager[Any]]
 
 
 def localize(
-    model: nn.Module, plan: Plan, schedule: Schedule, group_of: Callable[[str], ProcessGroup]
+    model: nn.Module, plan: Plan, schedule: Schedule, group_of: Callable[[str], Communicator]
 ) -> ShardedModel:
     """Shard a model in place, and give it the positions of its tokens.
 
@@ -45,9 +43,6 @@ def localize(
         plan: read for tensor, sequence_parallel and cp_order.
         schedule: whether it splits backwards; then tensor parallelism does not overlap.
         group_of: a function from an axis to this rank's process group along it.
-
-    Raises:
-        ValueError: the model cannot be divided in this way.
     """
     tp, cp, ep = group_of("tp"), group_of("cp"), group_of("ep")
     # ---- shard
@@ -86,7 +81,7 @@ def _owners(parameters: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in parameters}
 
 
-def attention_over(plan: Plan, group_of: Callable[[str], ProcessGroup], draws: OwnDraws) -> AttentionOver:
+def attention_over(plan: Plan, group_of: Callable[[str], Communicator], draws: OwnDraws) -> AttentionOver:
     """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
     numbers that are drawn for no token are the same on all ranks.
     """

@@ -74,8 +74,6 @@ class Pipeline:
     """One rank's half of every message, and its stages' forwards and backwards.
 
     Args:
-        context: this rank's context.
-        job: what to train, and how.
         axes: the mesh's axes; the ranks of a pipeline are a line along pp.
         sync: this rank's stages, and the synchronization of their gradients.
         evaluates: whether only forwards run, and the last stage computes scores, for `Evaluation`.
@@ -138,10 +136,6 @@ class Pipeline:
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Run the forward and backward of a batch; gradients are added to the parameters'.
-
-        Args:
-            number: number of the step.
-            microbatches: this rank's share of the batch.
 
         Returns:
             The mean loss over the batch, or this replica's share of it; for a loss that counts, its total / nominal

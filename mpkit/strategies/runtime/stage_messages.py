@@ -32,13 +32,7 @@ Place = tuple[str, int, int, int]  # direction, sending stage, receiving stage, 
 
 
 class StageMessages:
-    """One rank's half of every message of a pipeline.
-
-    Args:
-        context: this rank's context.
-        rank_of: the rank that holds each stage.
-        microbatches: number of micro-batches.
-    """
+    """One rank's half of every message of a pipeline."""
 
     def __init__(self, context: Context, rank_of: tuple[int, ...], microbatches: int) -> None:
         self._context = context

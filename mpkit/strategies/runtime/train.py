@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.experts.known_experts import find_experts
+from mpkit.strategies.experts.divide import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
-from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.models.chain import layers_of, prefix_of
+from mpkit.strategies.models.chain import layers_of, prefix_of, repeated_blocks
 from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.own_draws import spans_at
 from mpkit.strategies.models.randomness import seed_all
@@ -31,28 +30,23 @@ from mpkit.strategies.nn_dataparallel.dp import DP, ScatterFeed
 from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.replicas.batchnorm import announce_sync, over_whole_batch
 from mpkit.strategies.replicas.ddp import DDP
-from mpkit.strategies.replicas.part import (
-    ReplicatedPart,
-    expert_replicas,
-    shard_groups,
-)
+from mpkit.strategies.replicas.part import ReplicatedPart, holders_of
 from mpkit.strategies.replicas.tied import TiedWeights, tied_parameters
-from mpkit.strategies.replicas.zero3 import zero_sync
+from mpkit.strategies.replicas.zero import zero_sync
 from mpkit.strategies.runtime.after_step import AfterStep
-from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.runtime.checkpoints import Checkpoints
 from mpkit.strategies.runtime.evidence import RankEvidence
-from mpkit.strategies.runtime.expert_rows import ExpertRows
+from mpkit.strategies.runtime.experts import BatchRouting, ExpertRows
 from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.runtime.pipeline import Pipeline
-from mpkit.strategies.runtime.trained_state import TrainedState, trained_state
+from mpkit.strategies.runtime.rank_state import TrainedState, trained_state
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.stage.partitioned_stage import place_parts
 from mpkit.strategies.stage.recompute import RecomputedBlock, recompute_blocks
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import narrow
+from mpkit.strategies.update.optimizer import free, trained_parameters
 from mpkit.strategies.update.update import Update
-from mpkit.strategies.update.whole_model import free, trained_parameters
 from mpkit.trace.record.hooks import watch
 
 if TYPE_CHECKING:
@@ -91,13 +85,7 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
 
 
 class Training:
-    """One rank's part of a training.
-
-    Args:
-        context: this rank's context.
-        job: what to train, and how.
-        checks: compares what `on_step` communicates; None: nothing does.
-    """
+    """One rank's part of a training."""
 
     def __init__(self, context: Context, job: TrainJob, checks: CallChecks | None = None) -> None:
         seed_all(job.how.seed + context.rank)
@@ -200,16 +188,8 @@ def assemble(
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
-    held = ReplicatedPart(
-        context,
-        plan,
-        stages,
-        replicas,
-        tied,
-        groups=shard_groups(plan, axes),
-        experts=expert_replicas(plan, axes),
-        by_owner=job.how.by_owner,
-    )
+    holders, experts = holders_of(plan, axes)
+    held = ReplicatedPart(context, plan, stages, holders, tied, experts=experts, by_owner=job.how.by_owner)
     if plan.zero:
         sync: GradientSync = zero_sync(held)
     elif replicas.size > 1 or (held.experts is not None and held.experts.replicas.size > 1):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.data.microbatch import Value as Data
-from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws
 from mpkit.strategies.partition.forward import Forward
@@ -161,14 +161,7 @@ class PartitionedStage(Stage):
     def run(
         self, division: Division, data: Data, received: tuple[Tensor, ...], draws: Draws
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """Return the model's outputs as far as they are known here, and what other stages need from this one.
-
-        Args:
-            division: the partition for micro-batches of this shape.
-            data: the model's inputs.
-            received: what other stages made, in the order of the routes that end here.
-            draws: the random numbers.
-        """
+        """Return the model's outputs as far as they are known here, and what other stages need from this one."""
         result: tuple[Any, tuple[Tensor, ...]] = self._loose(
             lambda: self._run(division, data, received, draws)
         )

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.plan.kinds import every
-from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.partition.graph import PartitionedModel
@@ -200,7 +200,6 @@ class RecomputedBlock:
         self.name, self.block = name, block
         self.scope: RecomputeScope | None = None
         self._state = WrittenState(block)
-        self._draws_others: bool | None = None  # random numbers that are not torch's; None: not known yet
         # Whether it writes into its inputs; at first, whether it may: then the second forward gets copies.
         self._writes = any(getattr(module, "inplace", False) for module in block.modules())
         self._checked: set[Any] = set()  # structures for which the second forward was compared
@@ -245,16 +244,12 @@ class RecomputedBlock:
             record.end(op)
             self._check(key, first, _tensors(result))
 
-        setting = Setting.now(
-            [tensor for tensor, _ in given], scope.draws, others=self._draws_others is not False
-        )
+        setting = Setting.now([tensor for tensor, _ in given], scope.draws)
         call = RecomputedCall(
             lambda: inner(*args, **kwargs), record,
             again=again, state=self._state, setting=setting, who=self._who,
         )  # fmt: skip
         result = call()
-        if self._draws_others is None and setting.others is not None:
-            self._draws_others = not setting.others.is_now()
         self._writes = self._wrote(given)
         if not self._writes:
             inputs = leaves

@@ -31,9 +31,6 @@ class AttentionAgain(TorchFunctionMode):
 
     A fused kernel makes no scores in memory; then it is its output that is not kept.
 
-    Args:
-        record: the rank's recorder.
-
     >>> q, k, v = (torch.randn(1, 1, 3, 2, requires_grad=True) for _ in range(3))
     >>> with AttentionAgain():
     ...     y = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -61,7 +58,7 @@ class AttentionAgain(TorchFunctionMode):
         if self._record is not None:
             for tensor in tensors:
                 self._record.ledger.track(tensor, "activations")
-        setting = Setting.now(tensors, OwnDraws(), others=False)
+        setting = Setting.now(tensors, OwnDraws())
         return RecomputedCall(
             partial(func, *args, **kwargs), self._record, setting=setting, who="An attention"
         )()

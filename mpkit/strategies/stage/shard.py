@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from torch import Tensor
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.models.own_draws import OwnDraws
 
-__all__ = [
-    "MasterPart", "PartOfWhole", "Shard", "ShardedModel", "evenly", "put_together", "put_together_by_name",
-]  # fmt: skip
+__all__ = ["HeldPart", "Place", "Shard", "ShardedModel", "evenly", "put_together", "put_together_by_name"]
 
 
 def evenly(count: int, t: int) -> list[range]:
@@ -130,71 +128,78 @@ class ShardedModel:
         return self.along.get(name, "tp") if name in self.shards else ""
 
 
-class PartOfWhole(NamedTuple):
-    """A rank's part of an entry of the model's state dict."""
-
-    shard: Shard
-    tensor: Tensor
+Place: TypeAlias = tuple[Any, ...]
+"""The whole shape, the ranges by divided dimension with the outermost last, and the first element."""
 
 
-class MasterPart(NamedTuple):
-    """The part of a trained weight that a rank updates, in 32 bits: its elements from `start` on, flattened.
+class HeldPart(NamedTuple):
+    """What a rank holds of a tensor: elements of its local part, flattened, from `start` on (ZeRO).
 
     Attributes:
-        shape: of the local parameter.
-        shard: the part of the whole parameter that is local; None if all of it is.
-        start: the first element, counted within the local parameter.
-        tensor: the elements, in one dimension.
+        tensor: those elements, in one dimension.
+        whole: the shape of the whole tensor.
+        start: index of the first one in the local part.
+        shard: the part of the whole tensor that is local; None if all of it is.
     """
 
-    shape: tuple[int, ...]
-    shard: Shard | None
-    start: int
     tensor: Tensor
+    whole: tuple[int, ...]
+    start: int = 0
+    shard: Shard | None = None
+
+    @classmethod
+    def of_shard(cls, shard: Shard, local: Tensor) -> HeldPart:
+        """Return all of a shard as a part."""
+        return cls(local.reshape(-1), shard.whole, 0, shard)
+
+    @property
+    def place(self) -> Place:
+        """Where it lies, in numbers.
+
+        >>> HeldPart(torch.zeros(3), (4, 2), 1, Shard((4, 2), 0, (range(2, 4),))).place
+        ((4, 2), ((0, ((2, 4),)),), 1)
+        """
+        divided, shard = [], self.shard
+        while shard is not None:
+            divided.append((shard.dim, tuple((part.start, part.stop) for part in shard.ranges)))
+            shard = shard.across
+        return tuple(self.whole), tuple(divided), self.start
 
 
-def put_together(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
-    """Assemble the whole tensor from the parts of all ranks."""
-    whole = parts[0].new_empty(shards[0].whole)
-    for shard, part in zip(shards, parts, strict=True):
-        shard.put(part, whole)
+def put_together(parts: Sequence[HeldPart]) -> Tensor:
+    """Assemble the whole tensor from parts that together cover it; it is 0 where none does.
+
+    >>> put_together([HeldPart(torch.full((2,), float(i)), (2, 2), 2 * i) for i in range(2)])
+    tensor([[0., 0.],
+            [1., 1.]])
+    """
+    whole = parts[0].tensor.new_zeros(parts[0].whole)
+    local: dict[Shard | None, Tensor] = {None: whole}
+    for part in parts:
+        if part.shard is not None and part.shard not in local:
+            local[part.shard] = whole.new_zeros(part.shard.shape)
+        local[part.shard].view(-1)[part.start : part.start + part.tensor.numel()] = part.tensor
+    for shard, values in local.items():
+        if shard is not None:
+            shard.put(values, whole)
     return whole
 
 
 def put_together_by_name(
-    names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | PartOfWhole | MasterPart]]
+    names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | HeldPart]]
 ) -> dict[str, Tensor]:
     """Assemble a state dict from what each rank has of it.
 
     Args:
         names: the names of its entries, in order.
         ranks: each rank's whole tensors, every one of which some rank has, and parts that together cover a tensor.
-
-    >>> halves = [{"w": MasterPart((2, 2), None, 2 * i, torch.full((2,), float(i)))} for i in range(2)]
-    >>> put_together_by_name(["w"], halves)
-    {'w': tensor([[0., 0.],
-            [1., 1.]])}
     """
     state: dict[str, Tensor] = {}
-    local: dict[tuple[str, Shard | None], Tensor] = {}
+    parts: dict[str, list[HeldPart]] = {}
     for mine in ranks:
         for name, value in mine.items():
-            if isinstance(value, PartOfWhole):
-                if name not in state:
-                    state[name] = value.tensor.new_empty(value.shard.whole)
-                value.shard.put(value.tensor, state[name])
-            elif isinstance(value, MasterPart):
-                if (name, value.shard) not in local:
-                    local[name, value.shard] = value.tensor.new_empty(value.shape)
-                flat = local[name, value.shard].view(-1)
-                flat[value.start : value.start + len(value.tensor)] = value.tensor
+            if isinstance(value, HeldPart):
+                parts.setdefault(name, []).append(value)
             else:
                 state[name] = value
-    for (name, shard), part in local.items():
-        if shard is None:
-            state[name] = part
-            continue
-        if name not in state:
-            state[name] = part.new_empty(shard.whole)
-        shard.put(part, state[name])
-    return {name: state[name] for name in names}
+    return {name: put_together(parts[name]) if name in parts else state[name] for name in names}

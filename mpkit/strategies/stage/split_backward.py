@@ -56,10 +56,6 @@ __all__ = ["GraphCut", "WeightGrads", "input_grads"]
 class GraphCut:
     """The cut of the graph of a stage's forward into two halves.
 
-    Args:
-        roots: the edges where the stage's outputs are in the graph.
-        inputs: leaves that require a gradient.
-
     Attributes:
         path: the nodes that lead to the inputs.
         used: by node, which of its outputs were used.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
-from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.models.chain import prefix_of
+from mpkit.strategies.models.chain import prefix_of, repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws, may_draw
 from mpkit.strategies.stage.recompute import RecomputedBlock, RecomputeScope

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.own_draws import OwnDraws
-from mpkit.strategies.models.randomness import OtherState
+from mpkit.strategies.models.randomness import RandomState, preserve_random_state
 
 __all__ = ["Setting", "StartingPoint", "WrittenState"]
 
@@ -24,53 +24,35 @@ INTERNAL = {*vars(nn.Module()), "forward"}
 class Setting:
     """Random states and autocast, as a forward found them."""
 
-    random: Tensor
-    random_there: Tensor | None
+    random: RandomState
     device: torch.device
     cast: tuple[bool, torch.dtype]
     draws: OwnDraws
-    others: OtherState | None
 
     def __post_init__(self) -> None:
         self._spans = self.draws.keep()
 
     @classmethod
-    def now(cls, tensors: list[Tensor], draws: OwnDraws, *, others: bool) -> Setting:
-        """Return the current setting; `others`: with the states of generators that are not torch's."""
+    def now(cls, tensors: list[Tensor], draws: OwnDraws) -> Setting:
+        """Return the current setting, on the device of these tensors."""
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         cast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        return cls(torch.get_rng_state(), there, device, cast, draws, OtherState.now() if others else None)
+        return cls(RandomState.now(device), device, cast, draws)
 
     @contextmanager
     def restore(self) -> Iterator[None]:
         """Restore the setting inside the block."""
-        now = Setting.now([self.random], self.draws, others=self.others is not None)
-        there = torch.cuda.get_rng_state(self.device) if self.random_there is not None else None
-        self._put(self.random, self.random_there, self.others)
-        try:
+        with preserve_random_state(self.device):
+            self.random.restore()
             with (
                 torch.autocast(self.device.type, self.cast[1], self.cast[0]),
                 self.draws.reenter_spans(self._spans),
             ):
                 yield
-        finally:
-            self._put(now.random, there, now.others)
-
-    def _put(self, random: Tensor, there: Tensor | None, others: OtherState | None) -> None:
-        torch.set_rng_state(random)
-        if there is not None:
-            torch.cuda.set_rng_state(there, self.device)
-        if others is not None:
-            others.restore()
 
 
 class WrittenState:
-    """What the forwards of a module that run twice write into: its buffers, and attributes that it sets.
-
-    Args:
-        module: the module.
-    """
+    """What the forwards of a module that run twice write into: its buffers, and attributes that it sets."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -78,11 +60,7 @@ class WrittenState:
 
     @contextmanager
     def first(self) -> Iterator[StartingPoint]:
-        """Return where the forward inside the block starts from.
-
-        Raises:
-            MpkitError: it wrote into a buffer into which the first forward of all had not written.
-        """
+        """Return where the forward inside the block starts from."""
         start = StartingPoint(self.module, self._written)
         yield start
         written = start.written_modules()

@@ -3,20 +3,16 @@
 operators     f, g and their sequence-parallel forms: what forward and backward communicate
 overlap       gradients of inputs are reduced while those of weights are computed
 region        a running region: column layers, what is between, row layer
-vocabulary    embedding and cross-entropy with a divided vocabulary
-logits        logits with a divided vocabulary, for any loss
-sequence      what is between regions, divided by tokens of the sequence
+vocabulary    embedding, cross-entropy and logits with a divided vocabulary
 known_plans   plans of known models
 resolve       a plan's patterns matched with a model's names, and checked
-sharding      a model, sharded in place
-by_hand       the same in a function of your own
+shards        a model, sharded in place; the same in a function of your own
 """
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
-from mpkit.strategies.tensor.by_hand import tensor_parallel
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.shards import ShardedModel, shard_model
+from mpkit.strategies.tensor.shards import ShardedModel, shard_model, tensor_parallel
 
 __all__ = [
     "Region",

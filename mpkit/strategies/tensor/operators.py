@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 
 __all__ = [
     "f",
@@ -60,17 +60,17 @@ def from_parts(parts: Tensor, t: int) -> Tensor:
     return parts.view(t, b, *parts.shape[1:]).transpose(0, 1).reshape(b, t * length, *parts.shape[2:])
 
 
-def join_sequence(group: ProcessGroup, x: Tensor) -> Tensor:
+def join_sequence(group: Communicator, x: Tensor) -> Tensor:
     """Gather [b, s/t, ...] from each rank into [b, s, ...]."""
     return from_parts(group.all_gather(x.contiguous()), group.size)
 
 
-def reduced_sequence(group: ProcessGroup, x: Tensor) -> Tensor:
+def reduced_sequence(group: Communicator, x: Tensor) -> Tensor:
     """Sum [b, s, ...] over the ranks, and return this rank's part [b, s/t, ...]."""
     return group.reduce_scatter(by_parts(x, group.size))
 
 
-def part_of_sequence(group: ProcessGroup, x: Tensor) -> Tensor:
+def part_of_sequence(group: Communicator, x: Tensor) -> Tensor:
     """Return this rank's part of [b, s, ...], [b, s/t, ...], as a copy."""
     t, s = group.size, x.shape[1] if x.dim() > 1 else 0
     if x.dim() < 2 or s % t or not s:
@@ -91,27 +91,27 @@ def _suggest_length(s: int, t: int) -> str:
 # ---- the operators -------------------------------------------------------------------------------------------
 
 
-def f(group: ProcessGroup, x: Tensor) -> Tensor:
+def f(group: Communicator, x: Tensor) -> Tensor:
     """Enter a region; the gradients of x are partial sums, one per rank."""
     return _conjugate(group, x, _identity, _sum)
 
 
-def g(group: ProcessGroup, y: Tensor) -> Tensor:
+def g(group: Communicator, y: Tensor) -> Tensor:
     """Leave a region; y is a partial sum, and is overwritten."""
     return _G.apply(group, y)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def f_bar(group: ProcessGroup, x: Tensor) -> Tensor:
+def f_bar(group: Communicator, x: Tensor) -> Tensor:
     """Enter a region: [b, s/t, h] -> [b, s, h]."""
     return _conjugate(group, x, join_sequence, reduced_sequence)
 
 
-def g_bar(group: ProcessGroup, y: Tensor) -> Tensor:
+def g_bar(group: Communicator, y: Tensor) -> Tensor:
     """Leave a region: [b, s, h], a partial sum -> [b, s/t, h]."""
     return _conjugate(group, y, reduced_sequence, join_sequence)
 
 
-def scatter(group: ProcessGroup, x: Tensor) -> Tensor:
+def scatter(group: Communicator, x: Tensor) -> Tensor:
     """Enter what is divided by sequence: [b, s, h] -> [b, s/t, h].
 
     Raises:
@@ -120,12 +120,12 @@ def scatter(group: ProcessGroup, x: Tensor) -> Tensor:
     return _conjugate(group, x, part_of_sequence, join_sequence)
 
 
-def gather(group: ProcessGroup, x: Tensor) -> Tensor:
+def gather(group: Communicator, x: Tensor) -> Tensor:
     """Leave what is divided by sequence: [b, s/t, h] -> [b, s, h]."""
     return _conjugate(group, x, join_sequence, part_of_sequence)
 
 
-def gather_features(group: ProcessGroup, y: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
+def gather_features(group: Communicator, y: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
     """Gather [..., n_i, ...] from each rank into [..., sum of n_i, ...].
 
     Args:
@@ -136,26 +136,26 @@ def gather_features(group: ProcessGroup, y: Tensor, sizes: Sequence[int], dim: i
     return _GatherFeatures.apply(group, y, tuple(sizes), dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-Exchange: TypeAlias = Callable[[ProcessGroup, Tensor], Tensor]
+Exchange: TypeAlias = Callable[[Communicator, Tensor], Tensor]
 """One of the functions above, or one of the two below."""
 
 
-def _identity(group: ProcessGroup, x: Tensor) -> Tensor:
+def _identity(group: Communicator, x: Tensor) -> Tensor:
     return x.view_as(x)  # autograd needs a new tensor object
 
 
-def _sum(group: ProcessGroup, dx: Tensor) -> Tensor:
+def _sum(group: Communicator, dx: Tensor) -> Tensor:
     return group.all_reduce(dx.contiguous())
 
 
-def _conjugate(group: ProcessGroup, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+def _conjugate(group: Communicator, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
     """Apply an operator: one exchange in the forward, its conjugate in the backward."""
     return _Conjugate.apply(group, x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+    def forward(ctx: Any, group: Communicator, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
         ctx.group, ctx.exchange = group, backward
         return forward(group, x)
 
@@ -166,7 +166,7 @@ class _Conjugate(torch.autograd.Function):
 
 class _G(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, y: Tensor) -> Tensor:
+    def forward(ctx: Any, group: Communicator, y: Tensor) -> Tensor:
         ctx.mark_dirty(y)
         return group.all_reduce(y)
 
@@ -177,7 +177,7 @@ class _G(torch.autograd.Function):
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, y: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:
+    def forward(ctx: Any, group: Communicator, y: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:
         ctx.group, ctx.sizes, ctx.dim = group, sizes, dim
         # Only parts of one size can be gathered: shorter ones are padded, and cut again.
         mine = y.movedim(dim, 0)

@@ -1,16 +1,13 @@
 """Overlap: the gradient of a region's input is reduced while the gradients of its weights are computed.
 
-y = x W^T has two gradients: dx = dy W, which has to be summed over the ranks, and dW = dy^T x, which does not. So the
-column layers of a region compute only dx, and their dW is postponed until the sum is under way:
+y = x W^T has two gradients: dx = dy W, which has to be summed over the ranks, and dW = dy^T x, which does not. So all
+column layers of a region are one node of autograd's graph, which the first of them that is called makes; the others
+take their output from it. Its backward:
 
-    backward   column layers      each computes dx
-               start              the sum of dx over the ranks starts: all-reduce, or reduce-scatter
-               weights            meanwhile dW = dy^T x of each column layer is computed
-               wait               for the sum, which is passed on to the layer that made x
-
-Autograd runs the nodes that are ready in reverse order of their creation, so the forward creates them in the order
-wait, weights, start, when x enters. A weight's node returns a *handle*, a tensor of the shape of y without values;
-the column layer takes it besides x, and the gradient that comes back through it is dy.
+    dx         of all column layers: the sum of dy_i W_i
+    start      the sum of dx over the ranks: all-reduce, or reduce-scatter
+    weights    meanwhile dW_i = dy_i^T x
+    wait       for the sum, in a node of its own before it: autograd adds the dW_i to their weights first
 
 Where x is divided by sequence, only this rank's part [b, s/t, h] is kept for the backward, and gathered again for dW
 while dx is computed. So a layer keeps s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et al. 2022,
@@ -20,222 +17,108 @@ section 4.2.2 and equation 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
-from mpkit.strategies.tensor.operators import by_parts, from_parts, join_sequence
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.wire import PendingWork
+from mpkit.strategies.tensor.operators import by_parts, from_parts
 
-__all__ = ["RegionInput", "Weights", "enter", "linear"]
-
-
-class Weights(NamedTuple):
-    """The parameters of a linear layer.
-
-    Attributes:
-        weight: [outputs, inputs].
-        bias: [outputs], or None.
-        across: whether weight is [inputs, outputs] instead, as in transformers' Conv1D.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    across: bool
-
-    @property
-    def outputs(self) -> int:
-        """The number of features of y."""
-        return self.weight.shape[1 if self.across else 0]
+__all__ = ["RegionInput"]
 
 
-@dataclass
 class RegionInput:
-    """x inside of a region.
-
-    Attributes:
-        x: [b, s, h], the input of the column layers.
-        handles: handles of the column layers that have not been computed yet, by layer.
-        part: the part of x that is kept for their backward.
-    """
-
-    x: Tensor
-    handles: dict[nn.Module, Tensor]
-    part: Tensor
-    flight: _Flight
-
-
-class _Flight:
-    """The pending communication of one region's backward: the sum of dx, and the second gathering of x."""
-
-    def __init__(self, group: ProcessGroup, *, sequence: bool) -> None:
-        self.group, self.sequence = group, sequence
-        self.weights = 0  # number of weights that need a gradient, and so x
-        self._sum: PendingWork | None = None
-        self._again: PendingWork | None = None
-        self._x: Tensor | None = None
-        self._left = 0
-
-    # ---- the sum of dx
-
-    def start(self, dx: Tensor) -> None:
-        if self.sequence:
-            self._sum = self.group.reduce_scatter(by_parts(dx, self.group.size), async_op=True)
-        else:
-            self._sum = self.group.all_reduce(dx.contiguous(), async_op=True)
-
-    def wait(self) -> Tensor:
-        assert self._sum is not None, "the backward starts the sum before it waits for it"
-        summed, self._sum = self._sum.wait(), None
-        return summed
-
-    # ---- x once more
-
-    def gather_again(self, part: Tensor) -> None:
-        """Start gathering x again, when the first column layer of the backward needs it."""
-        if self.sequence and self._again is None and self._x is None:
-            self._again = self.group.all_gather(part.contiguous(), async_op=True)
-            self._left = self.weights
-
-    def x(self, part: Tensor) -> Tensor:
-        """Return x for a weight's gradient; the last weight frees it."""
-        if not self.sequence:
-            return part
-        self.gather_again(part)
-        if self._again is not None:
-            self._x, self._again = from_parts(self._again.wait(), self.group.size), None
-        x = self._x
-        assert x is not None
-        self._left -= 1
-        if not self._left:
-            self._x = None
-        return x
-
-
-def enter(
-    group: ProcessGroup, x: Tensor, layers: Sequence[tuple[nn.Module, Weights]], *, sequence: bool
-) -> RegionInput:
-    """Bring x into a region.
+    """x of a region, and the outputs of the column layers for it.
 
     Args:
         group: the ranks of the region.
         x: [b, s, h], or [b, s/t, h] where the sequence is divided.
-        layers: the region's column layers.
+        inside: [b, s, h], what the region's modules are given: x through f, or f_bar.
+        layers: the region's column layers, each with whether its weight is [inputs, outputs].
         sequence: whether the sequence is divided.
+
+    Attributes:
+        inside: as given.
     """
-    flight = _Flight(group, sequence=sequence)
-    part = x.detach()
-    # ---- wait
-    entering = _Wait.apply(flight, x)  # type: ignore[no-untyped-call]
-    # ---- weights
-    handles = {layer: _Weight.apply(flight, part, *weights) for layer, weights in layers}  # type: ignore[no-untyped-call]
-    flight.weights = sum(handle.requires_grad for handle in handles.values())
-    # ---- start
-    inside = _Start.apply(flight, entering)  # type: ignore[no-untyped-call]
-    return RegionInput(inside, handles, part, flight)
 
+    def __init__(
+        self, group: Communicator, x: Tensor, inside: Tensor, layers: dict[nn.Module, bool], *, sequence: bool
+    ) -> None:
+        self._group, self._x, self._layers, self._sequence = group, x, layers, sequence
+        self.inside = inside
+        self._outputs: dict[nn.Module, Tensor] | None = None  # of the layers that have not been called
 
-def linear(entered: RegionInput, layer: nn.Module, weights: Weights) -> Tensor:
-    """Compute a column layer's y = x W^T + b."""
-    weight, bias, across = weights
-    return _Column.apply(  # type: ignore[no-any-return, no-untyped-call]
-        entered.flight,
-        entered.x,
-        entered.part,
-        entered.handles.pop(layer),
-        weight.detach(),
-        None if bias is None else bias.detach(),
-        across,
-    )
+    def take(self, layer: nn.Module) -> Tensor | None:
+        """Return y = x W^T + b of a column layer; None for one that takes it again."""
+        if self._outputs is None:
+            weights = [each for one in self._layers for each in (one.weight, one.bias)]
+            pending: list[PendingWork] = []
+            x = _Wait.apply(pending, self._x)  # type: ignore[no-untyped-call]
+            how = self._group, self._sequence, tuple(self._layers.values()), pending
+            made: Any = _Columns.apply(how, x, self.inside.detach(), *weights)  # type: ignore[no-untyped-call]
+            self._outputs = dict(zip(self._layers, made, strict=True))
+        return self._outputs.pop(layer, None)
 
 
 class _Wait(torch.autograd.Function):
     """Pass on x; in the backward, wait for the sum of dx."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, x: Tensor) -> Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, pending: list[PendingWork], x: Tensor) -> Tensor:
+        ctx.pending = pending
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.flight.wait()
+        return None, ctx.pending.pop().wait()
 
 
-class _Start(torch.autograd.Function):
-    """Apply f, or f_bar; in the backward, start reducing dx and return a placeholder: `_Wait` returns the result."""
-
-    @staticmethod
-    def forward(ctx: Any, flight: _Flight, x: Tensor) -> Tensor:
-        ctx.flight, ctx.shape = flight, x.shape
-        return join_sequence(flight.group, x) if flight.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
-        ctx.flight.start(dx)
-        return None, _placeholder(dx, ctx.shape)
-
-
-class _Weight(torch.autograd.Function):
-    """Map W, b to a handle of the shape of y; in the backward, dy to dW = dy^T x and db = sum of dy."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, flight: _Flight, part: Tensor, weight: Tensor, bias: Tensor | None, across: bool
-    ) -> Tensor:
-        ctx.flight, ctx.across = flight, across
-        ctx.save_for_backward(part)
-        b_s = (part.shape[0], part.shape[1] * flight.group.size, *part.shape[2:-1])
-        shape = b_s if flight.sequence else part.shape[:-1]
-        return _placeholder(part, (*shape, weight.shape[1 if across else 0]))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (part,) = ctx.saved_tensors
-        x = ctx.flight.x(part)
-        dy = dy.flatten(0, -2)
-        dw = db = None
-        if ctx.needs_input_grad[2]:
-            x = x.flatten(0, -2)
-            dw = x.t() @ dy if ctx.across else dy.t() @ x
-        if ctx.needs_input_grad[3]:
-            db = dy.sum(0)
-        return None, None, dw, db, None
-
-
-class _Column(torch.autograd.Function):
-    """Map x and the handle to y; in the backward, dy to dx = dy W, and to dy itself for the handle."""
+class _Columns(torch.autograd.Function):
+    """(x, W_1, b_1, W_2, b_2, ...) -> (y_1, y_2, ...), with f or f_bar in front."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        flight: _Flight,
+        how: tuple[Communicator, bool, Sequence[bool], list[PendingWork]],
         x: Tensor,
-        part: Tensor,
-        handle: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        across: bool,
-    ) -> Tensor:
-        ctx.flight, ctx.across = flight, across
-        ctx.save_for_backward(part, weight)
-        return F.linear(x, weight.t() if across else weight, bias)
+        inside: Tensor,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *weights[::2])
+        layers: Any = zip(weights[::2], weights[1::2], how[2], strict=True)
+        return tuple(F.linear(inside, w.t() if transposed else w, b) for w, b, transposed in layers)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        part, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3]
-        if wanted:
-            ctx.flight.gather_again(part)
-        dx = None
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        (group, sequence, across, pending), (x, *weights) = ctx.how, ctx.saved_tensors
+        wants = ctx.needs_input_grad[3:]
+        called = [i for i, dy in enumerate(dys) if dy is not None]
+        trains = any(wants[2 * i] for i in called)
+        again = group.all_gather(x.contiguous(), async_op=True) if sequence and trains else None
+        # ---- dx, start
+        placeholder = None
         if ctx.needs_input_grad[1]:
-            dx = dy @ (weight.t() if ctx.across else weight)
-        return None, dx, None, dy if wanted else None, None, None, None
-
-
-def _placeholder(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a placeholder of that shape, which has the memory of one element."""
-    return like.new_zeros(()).expand(tuple(shape))
+            dx: Any = sum(dys[i] @ (weights[i].t() if across[i] else weights[i]) for i in called)
+            started = (
+                group.reduce_scatter(by_parts(dx, group.size), async_op=True)
+                if sequence
+                else group.all_reduce(dx, async_op=True)
+            )
+            pending.append(started)
+            placeholder = x.new_zeros(()).expand(x.shape)  # `_Wait` returns the sum
+        # ---- weights
+        rows = (x if again is None else from_parts(again.wait(), group.size)).flatten(0, -2)
+        gradients: list[Tensor | None] = [None] * len(wants)
+        for i in called:
+            dy: Any = dys[i]
+            dy = dy.flatten(0, -2)
+            if wants[2 * i]:
+                gradients[2 * i] = rows.t() @ dy if across[i] else dy.t() @ rows
+            if wants[2 * i + 1]:
+                gradients[2 * i + 1] = dy.sum(0)
+        return None, placeholder, None, *gradients

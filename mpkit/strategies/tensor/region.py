@@ -43,13 +43,12 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mpkit.plan.tensor_plan import Region
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.own_draws import ForwardSpan, OwnDraws
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.partition.value import Value
-from mpkit.strategies.tensor import overlap as overlapped
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, join_sequence, scatter
-from mpkit.strategies.tensor.overlap import RegionInput, Weights
+from mpkit.strategies.tensor.overlap import RegionInput
 
 __all__ = [
     "RegionAtWork",
@@ -110,7 +109,7 @@ class RegionAtWork:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Communicator,
         name: str,
         entry: nn.Module,
         columns: dict[nn.Module, Finish],
@@ -203,26 +202,24 @@ class RegionAtWork:
             "forward" in vars(entry) and entry not in self._columns
         ):  # recomputed: its forward runs again without this
             overlap = False
-        weights = [(layer, _weights(layer)) for layer in self._columns] if overlap else []
-        wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
+        weights = [layer.weight for layer in self._columns]
+        wanted = x.requires_grad or any(weight.requires_grad for weight in weights)
+        inside = self._pass_f(x)
         # Under autocast a layer computes in another precision than that of its weights.
-        if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-            self._entered = overlapped.enter(self._group, x, weights, sequence=self._sequence)
-            return self._entered.x
-        return self._pass_f(x)
+        if overlap and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+            layers = {layer: is_across(layer) for layer in self._columns}
+            self._entered = RegionInput(self._group, x, inside, layers, sequence=self._sequence)
+        return inside
 
     # ---- column
 
     def _column(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Apply a column layer: [..., inputs] -> [..., this rank's outputs]."""
         entered = self._entered
-        if entered is not None and x is entered.x and layer in entered.handles:
-            y = overlapped.linear(entered, layer, _weights(layer))
-            if not entered.handles:
-                self._entered = None
-        elif is_linear(layer):
+        y = entered.take(layer) if entered is not None and x is entered.inside else None
+        if y is None and is_linear(layer):
             y = _product(layer, x, layer.bias)
-        else:
+        elif y is None:
             y = layer._conv_forward(x, layer.weight, layer.bias)  # type: ignore[operator]
         return self._columns[layer](y)
 
@@ -243,10 +240,6 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _weights(layer: nn.Module) -> Weights:
-    return Weights(layer.weight, layer.bias, is_across(layer))  # type: ignore[arg-type]
-
-
 def _product(layer: nn.Module, x: Tensor, bias: Any) -> Tensor:
     weight: Any = layer.weight
     return F.linear(x, weight.t() if is_across(layer) else weight, bias)
@@ -256,11 +249,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def modules_between(model: nn.Module, first: str, last: str) -> set[str]:
-    """Return the names from the first module to the last, with those within each, in the order of `named_modules`.
-
-    Raises:
-        ValueError: the last comes before the first.
-    """
+    """Return the names from the first module to the last, with those within each, in the order of `named_modules`."""
     names = [name for name, _ in model.named_modules()]
     if names.index(last) < names.index(first):
         raise ValueError(
@@ -271,7 +260,7 @@ def modules_between(model: nn.Module, first: str, last: str) -> set[str]:
     return set(names[names.index(first) : end + 1])
 
 
-def divide_sequence(model: nn.Module, group: ProcessGroup, draws: OwnDraws, first: str, last: str) -> None:
+def divide_sequence(model: nn.Module, group: Communicator, draws: OwnDraws, first: str, last: str) -> None:
     """Scatter before the first module, gather after the last, and draw for this rank's tokens in between."""
     modules = dict(model.named_modules())
     name = f"sequence on {group.index}"

@@ -33,12 +33,6 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
     >>> found.regions[1].entry, found.regions[1].heads
     ('block1.attention', 4)
 
-    Args:
-        model: the whole model.
-        t: number of ranks.
-        plan: the model's plan.
-        sequence: whether the sequence is divided too.
-
     Raises:
         ValueError: a module does not exist, or cannot be divided because of its kind; t is larger than what there is to
             divide; or the plan does not say where the sequence is divided.

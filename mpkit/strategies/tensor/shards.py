@@ -1,6 +1,4 @@
-"""Shards: which part of each parameter a rank has according to a plan, and replacing whole parameters by parts.
-
-Sharding of a model in place, for one rank of a tensor-parallel group.
+"""Sharding of a model in place, for one rank of a tensor-parallel group; and the same in a function of your own.
 
     resolve     match the plan's patterns with the model's names
     shards      determine which part of which parameter is this rank's
@@ -12,16 +10,19 @@ Nothing is sent: each rank starts from the whole model, and takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
+from mpkit.plan.mesh import Mesh
 from mpkit.plan.tensor_plan import Region, TensorPlan
-from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.models.own_draws import OwnDraws
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.models.own_draws import OwnDraws, TokenDraws
+from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.stage.shard import Shard, ShardedModel, evenly
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.operators import gather_features
@@ -36,15 +37,22 @@ from mpkit.strategies.tensor.region import (
 from mpkit.strategies.tensor.resolve import check, divide, widths
 from mpkit.strategies.tensor.vocabulary import DividedLogits, divide_embedding
 
-__all__ = ["ShardedModel", "Shards", "localize", "partial_sums", "shard_model", "shards_of"]
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = [
+    "ShardedModel",
+    "Shards",
+    "localize",
+    "partial_sums",
+    "shard_model",
+    "shards_of",
+    "tensor_parallel",
+]
 
 
-def shards_of(model: nn.Module, group: ProcessGroup, plan: TensorPlan) -> Shards:
-    """Return the shards of everything that the plan divides.
-
-    Args:
-        plan: the plan, resolved by `check`.
-    """
+def shards_of(model: nn.Module, group: Communicator, plan: TensorPlan) -> Shards:
+    """Return the shards of everything that the plan divides."""
     shards, t = Shards(model, group), group.size
     for region in plan.regions:
         assert not isinstance(region.heads, str)
@@ -69,7 +77,7 @@ class Shards:
         found: the shards, by every name that a divided parameter has.
     """
 
-    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, group: Communicator) -> None:
         self._index, self._size = group.index, group.size
         self._modules = dict(model.named_modules())
         self._names: dict[int, list[str]] = {}
@@ -79,11 +87,7 @@ class Shards:
         self.found: dict[str, Shard] = {}
 
     def add(self, module: str, parameter: str, dim: int, parts: list[tuple[range, ...]]) -> None:
-        """Divide a parameter, under all of its names.
-
-        Raises:
-            ValueError: it is divided in another way under another name.
-        """
+        """Divide a parameter, under all of its names."""
         whole = getattr(self._modules[module], parameter)
         self._asked.add(module)
         if whole is None:
@@ -144,11 +148,7 @@ class Shards:
         return int(weight.shape[0])
 
     def check_shared(self) -> None:
-        """Check that every layer that shares a divided parameter is divided too.
-
-        Raises:
-            ValueError: one is not.
-        """
+        """Check that every layer that shares a divided parameter is divided too."""
         for names in self._names.values():
             modules = {name.rpartition(".")[0]: name for name in names if name in self.found}
             for module, name in modules.items():
@@ -176,7 +176,7 @@ class Shards:
                 module._parameters[key] = parts[id(parameter)]
 
 
-def localize(entry: nn.Module, region: Region, group: ProcessGroup) -> None:
+def localize(entry: nn.Module, region: Region, group: Communicator) -> None:
     """Set the entry's counts of heads, or of features of heads, to those of this rank."""
     assert not isinstance(region.heads, str)
     for name in region.local:
@@ -203,7 +203,7 @@ def partial_sums(model: nn.Module, plan: TensorPlan, shards: Shards, *, sequence
 
 def shard_model(
     model: nn.Module,
-    group: ProcessGroup,
+    group: Communicator,
     plan: TensorPlan | None = None,
     *,
     sequence: bool = False,
@@ -213,7 +213,7 @@ def shard_model(
     """Shard a model in place for the rank at `group.index`, and let its forward work together with the other ranks'.
 
     >>> from mpkit.models import GPT
-    >>> from mpkit.strategies.comm.process_group import FakeGroup
+    >>> from mpkit.strategies.comm.fake_group import FakeGroup
     >>> model = GPT(layers=1, width=8, heads=2)
     >>> sharded = shard_model(model, FakeGroup(2))
     >>> model.block0.attention.qkv.weight.shape, sharded.shards["block0.attention.qkv.weight"].ranges
@@ -273,7 +273,7 @@ def _leave_whole(plan: TensorPlan, whole: set[str]) -> TensorPlan:
     )
 
 
-def _finishes(region: Region, group: ProcessGroup, shards: Shards) -> dict[str, Finish]:
+def _finishes(region: Region, group: Communicator, shards: Shards) -> dict[str, Finish]:
     """Return what is done with each column layer's outputs: they stay divided, or are gathered without a row layer."""
     if region.row is not None:
         return dict.fromkeys(region.column, _stay)
@@ -290,7 +290,7 @@ def _stay(y: Tensor) -> Tensor:
 
 
 def _divide_vocabulary(
-    modules: dict[str, nn.Module], group: ProcessGroup, plan: TensorPlan, shards: Shards, *, overlap: bool
+    modules: dict[str, nn.Module], group: Communicator, plan: TensorPlan, shards: Shards, *, overlap: bool
 ) -> None:
     """Divide the embeddings, and the head with its logits."""
     for name in plan.embeddings:
@@ -304,3 +304,69 @@ def _divide_vocabulary(
     vocabulary = tuple(evenly(shard.whole[shard.dim], group.size))
     logits = partial(DividedLogits.make, group, vocabulary)
     RegionAtWork(group, plan.head, head, {head: logits}, None, OwnDraws(), sequence=False, overlap=overlap)
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_parallel(
+    ctx: Context,
+    model: Model,
+    plan: TensorPlan | None = None,
+    *,
+    group: Communicator | None = None,
+    sequence: bool = False,
+    overlap: bool = True,
+) -> Model:
+    """Shard a model over the ranks, which then compute together what it computed on one.
+
+    All ranks call this with the same model, and later call the model with the same inputs. Its parameters are this
+    rank's parts; give them to an optimizer.
+
+    >>> import mpkit as mk, torch
+    >>> from mpkit.models import MLP
+    >>> def scores(ctx, model, x):
+    ...     return mk.tensor_parallel(ctx, model)(x)
+    >>> model, x = MLP(2, 3), torch.ones(1, 2)
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     found = cluster.run(scores, model, x)
+    >>> torch.allclose(found[0], model(x), atol=1e-6)
+    True
+
+    Args:
+        ctx: this rank's context.
+        model: the whole model, the same on every rank; changed in place, and moved to the rank's device.
+        plan: what to divide; None for `find_tensor_plan(model)`.
+        group: the ranks that share the model; None for all.
+        sequence: divide what is between regions by sequence.
+        overlap: sum gradients of inputs while those of weights are computed.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model cannot be divided in this way.
+    """
+    if group is None:
+        group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).communicator_of("tp")
+    sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
+    if sequence and may_draw(model):
+        model.forward = _with_draws(model.forward, sharded.draws)
+    model.to(ctx.device)
+    for name, parameter in model.named_parameters():
+        if name in sharded.partial and parameter.requires_grad:
+            parameter.register_hook(partial(_sum, group))
+    return model
+
+
+def _with_draws(inner: Callable[..., Any], draws: OwnDraws) -> Callable[..., Any]:
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with TokenDraws(draws):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _sum(group: Communicator, gradient: Tensor) -> Tensor:
+    return group.all_reduce(gradient.clone())

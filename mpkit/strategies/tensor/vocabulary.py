@@ -34,25 +34,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import DisableTorchFunctionSubclass, FakeTensor, _assert_async
-from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.tensor.operators import g, gather_features
 
 __all__ = ["DividedLogits", "cross_entropy", "divide_embedding"]
 
 
-def divide_embedding(group: ProcessGroup, embedding: nn.Embedding, mine: range, vocabulary: int) -> None:
+def divide_embedding(group: Communicator, embedding: nn.Embedding, mine: range, vocabulary: int) -> None:
     """Let an embedding look up tokens of this rank's part of the vocabulary, whose vectors it holds already."""
     embedding.forward = partial(_look_up, group, embedding, mine, vocabulary)  # type: ignore[method-assign]
 
 
 def _look_up(
-    group: ProcessGroup, embedding: nn.Embedding, mine: range, vocabulary: int, tokens: Tensor
+    group: Communicator, embedding: nn.Embedding, mine: range, vocabulary: int, tokens: Tensor
 ) -> Tensor:
-    """Look up tokens: [...] -> [..., width].
-
-    Raises:
-        IndexError: a token is not in the vocabulary, as in `torch.nn.Embedding`.
-    """
+    """Look up tokens: [...] -> [..., width]."""
     _check_in_vocabulary(tokens, vocabulary, "Token")
     here = (tokens >= mine.start) & (tokens < mine.stop)
     local = torch.where(here, tokens - mine.start, 0)
@@ -79,7 +75,7 @@ def _check_in_vocabulary(tokens: Tensor, vocabulary: int, what: str, counts: Ten
 
 
 def cross_entropy(
-    group: ProcessGroup,
+    group: Communicator,
     logits: Tensor,
     targets: Tensor,
     mine: range,
@@ -116,7 +112,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Map z [n, V_i] and t [n] to the losses log(sum of exp z) - z_t, [n]."""
 
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, logits: Tensor, targets: Tensor, mine: range) -> Tensor:
+    def forward(ctx: Any, group: Communicator, logits: Tensor, targets: Tensor, mine: range) -> Tensor:
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         # ---- the largest logit, so that exp cannot overflow
         largest = group.all_reduce(wide.amax(-1), op="max")
@@ -182,11 +178,11 @@ class DividedLogits(Tensor):
     """
 
     part: Tensor
-    group: ProcessGroup
+    group: Communicator
     parts: tuple[range, ...]
 
     @staticmethod
-    def make(group: ProcessGroup, parts: tuple[range, ...], part: Tensor) -> DividedLogits:
+    def make(group: Communicator, parts: tuple[range, ...], part: Tensor) -> DividedLogits:
         """Wrap a rank's part as the logits that it belongs to."""
         whole = (*part.shape[:-1], parts[-1].stop)
         made = Tensor._make_wrapper_subclass(DividedLogits, whole, dtype=part.dtype, device=part.device)

@@ -27,11 +27,7 @@ KEY = "ema"
 
 
 class Average:
-    """A hook after an optimizer's step.
-
-    Args:
-        decay: how much of the average stays in each step.
-    """
+    """A hook after an optimizer's step."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay

@@ -32,7 +32,6 @@ class Masters:
     """The parameters that the optimizer is given, one per piece.
 
     Args:
-        context: this rank's context.
         plan: read for precision and offload.
         pieces: the pieces that this rank updates.
         fp32_params: whole parameters before they were cast to 16 bits.
@@ -104,12 +103,7 @@ class Masters:
 
 
 def narrow(plan: Plan, held: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Cast a module to 16 bits, if the plan says so; return the fp32 parameters from before.
-
-    Args:
-        plan: read for precision.
-        held: the layers that this rank computes with.
-    """
+    """Cast a module to 16 bits, if the plan says so; return the fp32 parameters from before."""
     dtype = PRECISIONS.get(plan.precision)
     if dtype is None:
         return {}

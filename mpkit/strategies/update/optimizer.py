@@ -8,19 +8,18 @@
 So groups by index, number, shape, name, attribute or identity are the same as in serial training, whatever the plan
 gives this rank. A function that looks at values is rejected before (`mpkit.strategies.prepare.optimizer`).
 
-Several optimizers as one: Muon for the matrices and AdamW for the rest, as torchtitan's OptimizersContainer.
-
-Each keeps its own groups and its own way of stepping. Groups and states are shared with the whole, so that learning
-rates, checkpoints and sharding see one optimizer.
+A function may return several optimizers: Muon for the matrices and AdamW for the rest. They are one, as in torchtitan's
+OptimizersContainer: each steps in its own way, and learning rates, checkpoints and sharding see one optimizer.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,21 +29,92 @@ from torch.optim import Optimizer
 from mpkit.common.torch_private import DisableTorchFunctionSubclass
 from mpkit.common.tracebacks import public
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
-from mpkit.strategies.update.whole_model import WholeParameter, empty_whole, stand_in
 
 __all__ = [
     "OptimizerFunction",
     "SeveralOptimizers",
     "UpdatedPart",
+    "WholeParameter",
     "by_name",
     "describe_optimizer",
     "elementwise",
+    "empty_whole",
+    "free",
     "kind_of",
     "linear_scaling",
+    "make_like",
     "make_optimizer",
     "parts_of",
     "sqrt_scaling",
+    "stand_in",
+    "trained_parameters",
 ]
+
+
+class WholeParameter(NamedTuple):
+    """A trained parameter of the model, before it is divided among ranks.
+
+    Attributes:
+        kind: its class.
+        attributes: those that its author gave it, such as a mark.
+        original: the model's own object, on a rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: type[nn.Parameter] = nn.Parameter
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    original: nn.Parameter | None = None
+
+
+def trained_parameters(
+    model: nn.Module, *, here: bool = False
+) -> tuple[list[WholeParameter], dict[str, str]]:
+    """Return a model's trained parameters in its order, and a parameter's first name for each of its names.
+
+    >>> layer = nn.Linear(3, 2, bias=False)
+    >>> whole, first = trained_parameters(nn.Sequential(layer, layer))
+    >>> [each[:3] for each in whole], first
+    ([('0.weight', (2, 3), torch.float32)], {'0.weight': '0.weight', '1.weight': '0.weight'})
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    whole = [_whole(n, p, here=here) for n, p in model.named_parameters() if p.requires_grad]
+    return whole, {name: first[id(parameter)] for name, parameter in every}
+
+
+def _whole(name: str, parameter: nn.Parameter, *, here: bool) -> WholeParameter:
+    whole = WholeParameter(name, tuple(parameter.shape), parameter.dtype)
+    if not issubclass(type(parameter), nn.Parameter):  # a fake tensor, whose attributes are torch's
+        return whole
+    original = parameter if here and type(parameter.data) is Tensor else None
+    return whole._replace(kind=type(parameter), attributes=dict(vars(parameter)), original=original)
+
+
+def free(whole: Sequence[WholeParameter], used: Collection[nn.Parameter]) -> None:
+    """Free the memory of originals that this rank does not compute with, though a user's function may keep them."""
+    for each in whole:
+        if each.original is not None and each.original not in used:
+            each.original.data = empty_whole(each, each.original.device)
+
+
+def stand_in(whole: WholeParameter, device: torch.device | None = None) -> nn.Parameter:
+    """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
+    return make_like(whole, empty_whole(whole, device))
+
+
+def make_like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
+    """Return a parameter that looks as the model's does, but for its values."""
+    plain = nn.Parameter(data)
+    parameter = plain if whole.kind is nn.Parameter else Tensor._make_subclass(whole.kind, data, True)
+    vars(parameter).update(whole.attributes)
+    return parameter
+
+
+def empty_whole(whole: WholeParameter, device: torch.device | None) -> Tensor:
+    """Return zeros of the whole shape that take no memory."""
+    return torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape)
 
 
 Take = Callable[[Tensor], Tensor]
@@ -243,9 +313,6 @@ class SeveralOptimizers(Optimizer):
     >>> both = SeveralOptimizers([torch.optim.SGD([w], lr=0.1), torch.optim.AdamW([b])])
     >>> kind_of(both), [group["lr"] for group in both.param_groups]
     ('SGD with AdamW', [0.1, 0.001])
-
-    Args:
-        optimizers: the optimizers.
 
     Attributes:
         optimizers: the same.

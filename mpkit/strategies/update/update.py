@@ -2,7 +2,9 @@
 
     rate        set the learning rate of this step, where it changes from step to step
     sum         sum gradients that are partial sums over tensor-parallel ranks (sequence parallelism)
-    unscale     undo the loss scale; a gradient that is not finite, on any rank, makes all ranks skip the step
+    unscale     undo the loss scale, which keeps small fp16 gradients from vanishing (Micikevicius et al., "Mixed
+                Precision Training", ICLR 2018, section 3.2; growth and backoff as in torch.amp); a gradient that is not
+                finite, on any rank, makes all ranks skip the step
     count       divide by the count of the batch, where the loss returned (total, count)
     clip        scale all gradients down to the maximum global norm
     step        run the optimizer on what this rank updates
@@ -14,6 +16,7 @@ In 16 bits, and where the optimizer runs on the host, it works on copies (`maste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -25,25 +28,58 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.stage.gradient_sync import GradientSync, Piece
 from mpkit.strategies.update.average import KEY
-from mpkit.strategies.update.loss_scaler import LossScaler
 from mpkit.strategies.update.master_weights import Masters
-from mpkit.strategies.update.optimizer import Take, UpdatedPart, make_optimizer
-from mpkit.strategies.update.whole_model import WholeParameter
+from mpkit.strategies.update.optimizer import Take, UpdatedPart, WholeParameter, make_optimizer
 from mpkit.trace.record.hooks import watch_optimizer
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Update"]
+__all__ = ["LossScaler", "Update"]
+
+
+@dataclass
+class LossScaler:
+    """The loss scale: halved after an overflow, doubled after a while without one.
+
+    Attributes:
+        enabled: whether to scale; if not, the scale stays 1.
+        scale: what the loss is multiplied by.
+        good: steps without an overflow since the scale last changed.
+        growth_interval: number of such steps after which the scale is doubled.
+
+    >>> scaler = LossScaler(enabled=True, growth_interval=2)
+    >>> scaler.update(finite=False); scaler.scale
+    32768.0
+    >>> scaler.update(finite=True); scaler.update(finite=True); scaler.scale
+    65536.0
+    """
+
+    enabled: bool
+    scale: float = 2.0**16
+    good: int = 0
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not self.enabled:
+            self.scale = 1.0
+
+    def update(self, finite: bool) -> None:
+        """Adjust the scale after a step, whose gradients were all finite or not."""
+        if not self.enabled:
+            return
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale *= 0.5
+        elif self.good == self.growth_interval:
+            self.scale, self.good = self.scale * 2.0, 0
 
 
 class Update:
     """The optimizer for what one rank updates, and the other phases of an update.
 
     Args:
-        context: this rank's context.
         job: read for optimizer, plan, max_grad_norm and lr_schedule.
-        axes: the mesh's axes.
         sync: holds the pieces that are updated.
         tied: tied weights, which are sent to other stages when they are updated.
         fp32_params: whole parameters before they were cast to 16 bits.

@@ -26,7 +26,7 @@ from mpkit.strategies.prepare.task import raise_rejection
 from mpkit.strategies.proof.backwards import ModuleBackwards
 from mpkit.strategies.proof.ranks import HeldTensors
 from mpkit.strategies.replicas.ddp import DDP
-from mpkit.strategies.replicas.part import ReplicatedPart
+from mpkit.strategies.replicas.part import Holders, ReplicatedPart
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
 from mpkit.strategies.wrappers.wrapper import (
@@ -131,7 +131,11 @@ class DataParallel(ModuleWrapper):
         )
         self._sync = _AveragedGradients(
             ReplicatedPart(
-                context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"
+                context,
+                plan,
+                {0: stage},
+                Holders(replicas, replicas),
+                allow_unused="find_unused_parameters=True in mk.ddp",
             )
         )
         for parameter in module.parameters():

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from mpkit.common.tracebacks import public
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.prepare.checks import find_shared_memory, find_wrong_embedding
 from mpkit.strategies.prepare.task import raise_rejection
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.replicas.buffers import broadcast_all
-from mpkit.strategies.stage.shard import Shard, put_together
-from mpkit.strategies.tensor import by_hand
+from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
+from mpkit.strategies.tensor import shards as tensor_shards
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
 from mpkit.strategies.tensor.shards import shards_of
@@ -108,10 +108,8 @@ class TensorParallel(DividedModule):
         padded = local.new_zeros(max(sizes))
         padded[: local.numel()] = local.reshape(-1)
         parts = self._comm.all_gather(padded).chunk(self._comm.size)
-        return put_together(
-            shards,
-            [part[:size].view(shard.shape) for part, size, shard in zip(parts, sizes, shards, strict=True)],
-        )
+        held = zip(shards, parts, sizes, strict=True)
+        return put_together([HeldPart.of_shard(shard, part[:size]) for shard, part, size in held])
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -136,7 +134,7 @@ def tensor_parallel(
 @overload
 def tensor_parallel(
     ctx: Context, model: Model, /, plan: TensorPlan | None = ..., *,
-    group: ProcessGroup | None = ..., sequence: bool = ..., overlap: bool = ...,
+    group: Communicator | None = ..., sequence: bool = ..., overlap: bool = ...,
 ) -> Model: ...  # fmt: skip
 @public  # type: ignore[misc]  # the second argument is the plan, or after a context the model
 def tensor_parallel(
@@ -197,7 +195,7 @@ def tensor_parallel(
                 f"mk.tensor_parallel(ctx, model, prove={prove}) makes no wrapper, which could compare its steps: "
                 f"mk.tensor_parallel(model, prove={prove})"
             )
-        return by_hand.tensor_parallel(module, model, plan, **how)
+        return tensor_shards.tensor_parallel(module, model, plan, **how)
     return _wrap_module(module, model if plan is None else plan, prove, **how)
 
 
@@ -216,5 +214,5 @@ def _wrap_module(
         resolved = check(module, comm.size, plan, sequence=sequence)
         of_ranks = [shards_of(module, FakeGroup(comm.size, i), resolved) for i in range(comm.size)]
         shards = [each.found for each in of_ranks]
-    by_hand.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
+    tensor_shards.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
     return TensorParallel(module, shards, comm, proof)

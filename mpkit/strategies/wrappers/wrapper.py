@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.one_rank import OneRank
+from mpkit.strategies.comm.fake_group import OneRank
 from mpkit.strategies.comm.own_process import current_communicator
-from mpkit.strategies.experts.known_experts import find_balanced
+from mpkit.strategies.experts.divide import find_balanced
 from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule

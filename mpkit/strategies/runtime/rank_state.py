@@ -1,4 +1,6 @@
-"""The entries of a checkpoint, by name.
+"""What a rank holds of a training: the entries of a checkpoint, and the trained weights that the run returns.
+
+The entries of a checkpoint, by name:
 
     weight/NAME           a trained parameter, as its optimizer has it: in fp32 where the model is in 16 bits
     model/NAME            any other parameter, and the buffers
@@ -9,30 +11,42 @@
     callback/RANK         what `on_step` keeps on a rank, as the bytes of a JSON text; only if it keeps something
 
 Each entry is one tensor of the whole model, of which every rank contributes the elements that it holds.
+
+The trained weights are returned on the CPU, under the model's own names; of what several ranks hold alike, from the
+first of them only. A model that computes in 16 bits has lost two thirds of the digits, and with them what the last
+steps changed: there each rank returns the part of the fp32 masters that it updates.
 """
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.checkpoint.parts import HeldPart, SavedParts
+from mpkit.strategies.checkpoint.parts import SavedParts
 from mpkit.strategies.models.chain import prefix_of
 from mpkit.strategies.stage.gradient_sync import Piece
+from mpkit.strategies.stage.shard import HeldPart
 
 if TYPE_CHECKING:
     from mpkit.strategies.runtime.train import Training
 
-__all__ = ["held_entries", "put_back", "random_states", "room_for", "set_random_states"]
+__all__ = [
+    "TrainedState",
+    "buffers",
+    "held_entries",
+    "put_back",
+    "room_for",
+    "trained_state",
+]
 
 State = dict[str, HeldPart]
+
+Returned = dict[str, Any]
+"""Whole tensors, a `HeldPart`, or a state of a module's own, by name."""
 
 
 # ---- to save -------------------------------------------------------------------------------------------------
@@ -177,37 +191,56 @@ def _put_state(
         optimizer.state[master][key] = value.view(()).to(master.device if on_device else "cpu")
 
 
-# ---- random states -------------------------------------------------------------------------------------------
+# ---- the trained weights -------------------------------------------------------------------------------------
 
 
-def random_states(device: torch.device) -> Tensor:
-    """Return the states of all random generators of this rank, as the bytes of a JSON text."""
-    numpy: Any = np.random.get_state(legacy=False)
-    states = {
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-        "python": random.getstate(),
-        "numpy": numpy | {"state": {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}},
-    }
-    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+class TrainedState(NamedTuple):
+    """A rank's part of the trained model's state dict, on the CPU; and of the same with averaged weights, if asked."""
+
+    state: Returned
+    averaged: Returned | None
 
 
-def set_random_states(packed: Tensor, device: torch.device) -> None:
-    """Continue the random generators from the states that `random_states` returned."""
-    states = json.loads(bytes(packed.tolist()))
-    torch.set_rng_state(_unhex(states["torch"]))
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(_unhex(states["cuda"]), device)
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy = states["numpy"]
-    numpy["state"]["key"] = np.array(numpy["state"]["key"], np.uint32)
-    np.random.set_state(numpy)
+def trained_state(training: Training, *, averaged: bool) -> TrainedState:
+    """Return a rank's part of the trained model; every rank calls it, after the last step."""
+    state = _state_of(training)
+    if not averaged:
+        return TrainedState(state, None)
+    state = {name: _copy(value) for name, value in state.items()}  # they may be the model's own memory
+    training.update.take_average()
+    return TrainedState(state, _state_of(training))
 
 
-def _hex(state: Tensor) -> str:
-    return bytes(state.tolist()).hex()
+def _state_of(training: Training) -> Returned:
+    # ---- gather
+    state: Returned = {}
+    sharded = next(iter(training.sync.stages.values())).sharded
+    for name, value in (training.rest | training.sync.state_dict()).items():
+        if training.axes.leads(but=sharded.axis_of(name)):
+            shard = sharded.shards.get(name)
+            state[name] = value if shard is None else HeldPart.of_shard(shard, value)
+    return _with_masters(training, state) if training.update.masters.narrow else state
 
 
-def _unhex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)
+def _with_masters(training: Training, state: Returned) -> Returned:
+    """Replace trained weights by parts of their masters, under every name that they have."""
+    first_of, names = training.first_names, dict[str, list[str]]()
+    for name, first in first_of.items():
+        names.setdefault(first, []).append(name)
+    sync, parts = training.sync, dict[str, HeldPart]()
+    held = [pair for stage in sync.stages.values() for pair in stage.named_parameters()]
+    trained = {first_of[name] for name, parameter in held if parameter.requires_grad}
+    # ---- masters
+    for piece in sync.pieces:
+        leads = sync.divided or piece.name in state
+        if piece.start == piece.end or not leads or not training.axes.leads(but=piece.axis):
+            continue
+        part = _slice(piece, training.update.masters.master_of(piece).cpu())
+        parts |= dict.fromkeys(names[first_of[piece.name]], part)
+    return {name: value for name, value in state.items() if first_of.get(name) not in trained} | parts
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, HeldPart):
+        return value._replace(tensor=value.tensor.clone())
+    return value.clone() if isinstance(value, Tensor) else value  # a state of a module's own

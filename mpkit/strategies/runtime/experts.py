@@ -1,44 +1,88 @@
-"""Routing that depends on the whole batch, of which a rank has a share: micro-batches, samples, parts of sequences.
+"""Which experts this rank's tokens choose in a training step: their load, and routing that depends on the whole batch.
+
+`ExpertRows` counts choices for `Run.expert_load`: before a layer's experts compute, once even if the forward is
+recomputed. Ranks that share layers (tp) see the same tokens, unless they divide the sequence; then only the first of
+them counts. `BatchRouting` is for a batch of which a rank has a share: micro-batches, samples, parts of sequences.
 
     bias             at the end of a step, the rows of all ranks and micro-batches are summed; the bias moves by them
     auxiliary loss   f is summed at the first backward of a layer in a step, by when all its forwards are done
 
-A capacity depends on the order of all tokens of the batch: plans that divide it are rejected
-(`mpkit.strategies.prepare.balanced_routing`).
-`mpkit.strategies.models.experts.routing` says what this is of the whole batch. A forward that is repeated counts once.
+A capacity depends on the order of all tokens of the batch: plans that divide it are rejected before.
+`mpkit.strategies.models.experts` says what this is of the whole batch. A forward that is repeated counts once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.experts.known_experts import find_balanced
+from mpkit.strategies.experts.divide import chosen_experts, find_balanced, find_experts, number_of_experts
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.models.experts import MixtureOfExperts
-from mpkit.strategies.models.experts.routing import BatchShare, WholeBatch
+from mpkit.strategies.models.experts import BatchShare, MixtureOfExperts, WholeBatch
 from mpkit.strategies.stage.stage import Stage
+from mpkit.trace import Kind
+from mpkit.trace.expert_load import DROPPED
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["BatchRouting"]
+__all__ = ["BatchRouting", "ExpertRows"]
+
+
+class ExpertRows:
+    """One rank's counts."""
+
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes) -> None:
+        self._record, self._microbatches = context.record, list[MicroBatch]()
+        self._counts: dict[str, Tensor] = {}
+        plan = job.plan
+        for name, module in find_experts(job.what.model).items():
+            # Where tp divides experts too, before tokens of other ranks are gathered.
+            if not axes.leads(but="tp" if plan.sequence_parallel else ""):
+                continue
+            experts = number_of_experts(module) * plan.ep
+            self._counts[name] = torch.zeros(experts + 1, dtype=torch.long, device=context.device)
+            module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True, prepend=True)
+
+    def begin(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Note the micro-batches of the next step."""
+        self._microbatches = list(microbatches)
+        for counts in self._counts.values():
+            counts.zero_()
+
+    def _choose(self, name: str, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _stage, m, step = self._record.place()
+        chosen, counts = chosen_experts(args, kwargs), self._counts[name]
+        again = self._record.is_inside(Kind.RECOMPUTE)
+        if (
+            again
+            or not torch.is_grad_enabled()
+            or step < 0
+            or not self._weight_of(m)
+            or type(chosen) is not Tensor
+        ):
+            return
+        counts += chosen.flatten().bincount(minlength=len(counts))  # choices that are dropped are the last
+
+    def _weight_of(self, m: int) -> float:
+        return self._microbatches[m].weight if 0 <= m < len(self._microbatches) else 1.0
+
+    def end(self, step: int) -> None:
+        """Record the counts of a step."""
+        for name, counts in self._counts.items():
+            *rows, dropped = counts.tolist()
+            for expert, count in (*enumerate(rows), *([(DROPPED, dropped)] if dropped else ())):
+                self._record.values.count_rows(f"{name}[{expert}", count, step)
 
 
 class BatchRouting(WholeBatch):
-    """The layers with balanced routing of one rank, step after step.
-
-    Args:
-        context: this rank's context.
-        job: read for the model, of which this rank's layers have weights, and the plan.
-        axes: the mesh's axes.
-        stages: the parts of the model that this rank computes.
-    """
+    """The layers with balanced routing of one rank, step after step."""
 
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, stages: Mapping[int, Stage]) -> None:
         self._record, self._axes, self._microbatches = context.record, axes, list[MicroBatch]()
@@ -100,22 +144,9 @@ class BatchRouting(WholeBatch):
 
 
 class _Share(BatchShare):
-    """A micro-batch's tokens on one rank.
+    """A micro-batch's tokens on one rank."""
 
-    Args:
-        routing: the rank's.
-        layer: whose forward it is.
-        chosen: each token's experts, [T, k].
-        weight: the share of the batch's tokens; 0 for a stand-in.
-    """
-
-    def __init__(
-        self,
-        routing: BatchRouting,
-        layer: MixtureOfExperts,
-        chosen: Tensor,
-        weight: float,
-    ) -> None:
+    def __init__(self, routing: BatchRouting, layer: MixtureOfExperts, chosen: Tensor, weight: float) -> None:
         super().__init__(chosen, layer.experts_in_all)
         self._routing, self._layer = routing, layer
         self.choices = round(chosen.numel() / weight) if weight else 0
