@@ -112,7 +112,7 @@ def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, El
             )
         if isinstance(inner, TensorParallel):
             elements = inner.held_elements()
-            shares = Ranks("mk.prove", inner._comm.ranks, inner._comm.handle)
+            shares = Ranks("mk.prove", inner.holders.ranks, inner.holders.handle)
         inner = inner.module
     return inner, elements, shares
 

@@ -80,6 +80,11 @@ class TensorParallel(DividedModule):
             self._held.check()
         return self.module(*args, **kwargs)
 
+    @property
+    def holders(self) -> Communicator:
+        """The ranks that hold the other parts, and this one."""
+        return self._comm
+
     def held_elements(self) -> dict[str, Elements]:
         """Return where the elements that this rank updates lie in the module's parameters, by name."""
         mine = self._shards[self._comm.index]
