@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Locator, Page, expect
 
 from tests import limits
 
@@ -30,6 +30,37 @@ RANKS = (
     "%%ranks\nworld_size",
 )
 """The code of `ranks.ipynb`, likewise."""
+
+WATCHED = (
+    """import time
+from pathlib import Path
+
+import mpkit as mk
+import torch
+
+cluster = mk.Cluster(ranks=2, device="cpu")""",
+    """def program(ctx):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(100):
+        loss = model(torch.randn(256, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 25 == 0:
+            print("begun:", step)
+        while step == 50 and not Path("seen").exists():
+            time.sleep(0.01)
+    return dist.get_world_size()
+
+
+cluster.run(program, watch=True)""",
+    "cluster.run(lambda ctx: 1 / ctx.rank, watch=True)",
+)
+"""The code of `watched.ipynb`, likewise; its program waits until the test has touched `seen`, beside the notebook."""
 
 ENDED = (
     """import time
@@ -53,7 +84,27 @@ run = cluster.train(
 )
 """The code of `ended.ipynb`, likewise; its run never ends by itself."""
 
+PREDICT = ("import mpkit as mk\n\nguess = mk.predict('bubble')\nguess", "guess.against()")
+"""The code of `predict.ipynb`, likewise."""
+
+TOUCH = """(name) => {
+  const { contents } = window.jupyterapp.serviceManager;
+  return contents.save(name, { type: 'file', format: 'text', content: '' });
+}"""
 """Makes a file beside the notebooks, which a program waits for."""
+
+RUN_ALL = """() => {
+  window.ran = undefined;
+  window.jupyterapp.commands.execute('notebook:run-all-cells').then((ok) => { window.ran = ok; });
+}"""
+
+CELLS = """() => {
+  const notebook = window.jupyterapp.shell.currentWidget.content;
+  return notebook.widgets.filter((cell) => cell.model.type === 'code').map((cell) => ({
+    count: cell.model.executionCount,
+    error: cell.model.outputs.toJSON().filter((output) => output.output_type === 'error'),
+  }));
+}"""
 
 
 @contextmanager
@@ -163,3 +214,10 @@ def look_at(what: Locator) -> None:
         }""",
         arg=what.element_handle(),
     )
+
+
+def look_at_output(page: Page, code: str) -> None:
+    """At what the cell with that code shows last."""
+    output = in_cell(page, code).locator(".jp-OutputArea-output").last
+    look_at(output)
+    expect(output).to_be_visible()

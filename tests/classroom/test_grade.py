@@ -38,6 +38,22 @@ HOSTILE: dict[str, tuple[str, tuple[int, ...]]] = {
         """,
         NOTHING,
     ),
+    "fills-memory": (
+        """
+        held = []
+        while True:
+            held.append(bytearray(2**26))
+        """,
+        NOTHING,
+    ),
+    "fills-the-disk": (
+        """
+        with open("large", "wb") as file:
+            while True:
+                file.write(bytes(2**20))
+        """,
+        ALL,
+    ),
     "forks-a-daemon": (
         """
         import os, signal, time
@@ -76,6 +92,13 @@ HOSTILE: dict[str, tuple[str, tuple[int, ...]]] = {
         """,
         NOTHING,
     ),
+    "writes-for-ever": (
+        """
+        while True:
+            print("x" * 10**6)
+        """,
+        NOTHING,
+    ),
     "overwrites-the-class": (
         """
         from pathlib import Path
@@ -88,6 +111,13 @@ HOSTILE: dict[str, tuple[str, tuple[int, ...]]] = {
                 pass
         """,
         ALL,
+    ),
+    "deletes-its-folder": (
+        """
+        import os, shutil
+        shutil.rmtree(os.path.dirname(os.getcwd()), ignore_errors=True)
+        """,
+        NOTHING,
     ),
     "closes-its-files": (
         """
@@ -128,6 +158,78 @@ ON_RANKS = {  # in an answer: on the ranks of its check
     "returns-a-bomb": "return type('Bomb', (), {'__reduce__': lambda self: (print, ('boom',))})()",
 }
 
+STYLES = {  # right answers, as different people write them
+    "gpipe-in-loops": """
+        def gpipe(p, m):
+            rows = []
+            for _ in range(p):
+                row = []
+                for i in range(m):
+                    row.append("F" + str(i))
+                for i in range(m):
+                    row.append("B" + str(i))
+                rows.append(" ".join(row))
+            return rows
+        """,
+    "gpipe-last-backward-first": """
+        def gpipe(p, m):
+            one = [f"F{i}" for i in range(m)] + [f"B{i}" for i in reversed(range(m))]
+            return tuple(" ".join(one) for _ in range(p))
+        """,
+    "gpipe-by-numpy": """
+        import numpy as np
+        def gpipe(p, m):
+            order = np.arange(m)
+            return [" ".join([*(f"F{i}" for i in order), *(f"B{i}" for i in order[::-1])]) for _ in np.arange(p)]
+        """,
+    "gpipe-lambda": """
+        gpipe = lambda p, m: [" ".join([f"{kind}{i}" for kind in "FB" for i in range(m)]) for _ in range(p)]
+        """,
+    "gpipe-helper": """
+        import itertools
+        def all_of(kind, many):
+            return (f"{kind}{i}" for i in range(many))
+        def gpipe(p: int, m: int) -> list[str]:
+            return [" ".join(itertools.chain(all_of("F", m), all_of("B", m)))] * p
+        """,
+    "token-buffers": """
+        def pass_the_token(ctx, token):
+            n, r = ctx.world_size, ctx.rank
+            if r:
+                token = ctx.comm.recv(torch.empty_like(token), r - 1) + r
+            ctx.comm.send(token, (r + 1) % n)
+            if not r:
+                token = ctx.comm.recv(torch.empty_like(token), n - 1)
+            return token
+        """,
+    "token-isend": """
+        def pass_the_token(ctx, token):
+            after, before = (ctx.rank + 1) % ctx.world_size, (ctx.rank - 1) % ctx.world_size
+            if ctx.rank > 0:
+                ctx.comm.recv(token, before)
+                token.add_(ctx.rank)
+            sent = token.clone()
+            work = ctx.comm.isend(sent, after)
+            if ctx.rank == 0:
+                ctx.comm.recv(token, before)
+            work.wait()
+            return token
+        """,
+    "token-annotated": """
+        def pass_the_token(ctx: mk.Context, token: Tensor) -> Tensor:
+            "I pass it on."
+            first = ctx.rank == 0
+            for what in (("send", "recv") if first else ("recv", "send")):
+                if what == "send":
+                    if not first:
+                        token += ctx.rank
+                    ctx.comm.send(token, dst=(ctx.rank + 1) % ctx.world_size)
+                else:
+                    ctx.comm.recv(token, src=(ctx.rank - 1) % ctx.world_size)
+            return token
+        """,
+}
+
 
 def cells(**answers: str) -> list[str]:
     """A student's notebook: the first cell, and an answer and a check for each exercise."""
@@ -157,6 +259,9 @@ def own(home: Path, code: str) -> str:
 def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     """Students: what each hands in, and the points for it."""
     found: dict[str, tuple[list[str] | str, tuple[int, ...]]] = {"good": (cells(), ALL)}
+    for name, code in STYLES.items():
+        key = "gpipe" if name.startswith("gpipe") else "pass_the_token"
+        found[f"style-{name}"] = (cells(**{key: cleandoc(code)}), ALL)
     found |= {f"late-{how}": (cells(), ALL) for how in ("by-the-roster", "extended", "by-the-file")}
     found["twice"] = (cells(gpipe=wrong("gpipe", 0)), ALL)  # and again.ipynb, which is right
     found |= {name: (cells(gpipe=wrong("gpipe", 0)), (10,)) for name in ("Kim Lee", "Kim_Lee")}
@@ -314,7 +419,7 @@ def busy_loops(count: int) -> Iterator[None]:
 def test_a_class_of_60(tmp_path: Path) -> None:
     """With hostile students, within 1,000 processes and threads and 12 GiB, beside two loops that never sleep."""
     students = a_class(tmp_path)
-    assert len(students) + 2 >= 45, "with those who have handed in nothing"
+    assert len(students) + 2 >= 59, "with those who have handed in nothing"
     (tmp_path / "roster.csv").write_text(ROSTER)
     more = ["--seconds", "20", "--memory", "2", "--roster", str(tmp_path / "roster.csv")]
     with busy_loops(2), control_group(1000, 12 * 2**30) as begin:
