@@ -39,6 +39,8 @@ def main(how: str, folder: str, hidden: list[str], command: list[str]) -> int:
     """Run the command, and return its exit code."""
     if sys.platform == "linux":
         _call("prctl", _DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("500")  # where memory runs out, Linux ends the command, and not the grader
     if how == "namespaces":
         return _in_namespaces(folder, hidden, command)
     if sys.platform == "linux" and os.geteuid() == 0:
