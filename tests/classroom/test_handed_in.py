@@ -168,7 +168,7 @@ def test_a_stopped_grading_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ran.append(each.student)
             yield solved(each)
 
-    monkeypatch.setattr(grading, "grades_of", grades)
+    monkeypatch.setattr(grading, "_grades", grades)
     monkeypatch.setattr(grading, "adopt_orphans", lambda: None)
 
     def run(**how: Any) -> list[str]:

@@ -3,7 +3,8 @@
     submissions    finds each student's notebooks and the exercises to answer; reads them all before one runs
     collect        runs a student's notebook in a process of its own, and packs its answers
     judge_process  judges answers in another process, on ranks of its own
-    grader         grades notebooks, one after the other or several at a time: collect, judge
+    grader         grades one notebook after the other: collect, judge
+    workers        several at a time, each in a process of its own
     grade          goes through a class, and keeps what was graded already
     report         writes a table of the class, one page per student, and Gradescope's results.json
 

@@ -2,7 +2,7 @@
 
 read       read all notebooks before the first of them runs
 kept       keep the grades of notebooks that have not changed since they were graded
-grade      run and judge the others: one after the other, or several at a time
+grade      run and judge the others: one after the other, or several at a time, each in a process of its own
 report     write each row as soon as it is known
 """
 
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from mpkit.common.safe_text import visible
 from mpkit.common.this_process import make_undumpable
-from mpkit.course.grading.grader import grades_of
+from mpkit.course.grading.grader import Grader
 from mpkit.course.grading.grades import Grade, GradeStore, key_of
 from mpkit.course.grading.report import ClassReport, GradeReport
 from mpkit.course.grading.roster import Roster
-from mpkit.course.grading.submissions import handed_in
+from mpkit.course.grading.submissions import HandedIn, handed_in
+from mpkit.course.grading.workers import in_parallel
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, way_to_enclose
 
 __all__ = ["ClassGrades", "grade"]
@@ -76,7 +77,7 @@ def grade(
         due: when the notebooks were due; late ones are marked.
         again: whether to grade again what is graded already.
         guard: the limits on running a notebook.
-        jobs: how many notebooks are graded at a time; one where this system has no namespaces, in which they run apart.
+        jobs: how many notebooks are graded at a time.
         say: called with one line per notebook.
 
     Raises:
@@ -98,9 +99,8 @@ def grade(
         )
     report.add(*known.values())
     adopt_orphans()
-    make_undumpable()
     say(ENCLOSED[way_to_enclose()])
-    for number, result in enumerate(grades_of(new, guard, jobs), 1):
+    for number, result in enumerate(_grades(new, guard, jobs), 1):
         kept.add(keys[result.handed_in.name], result)
         report.add(result)
         say(f"{number}/{len(new)} {_in_a_line(result)}")
@@ -125,3 +125,13 @@ def _in_a_line(result: Grade) -> str:
     noted = f" ({visible(notes[0])})" if notes else ""
     judged = "" if result.is_whole else ", and not all is judged"
     return f"{result.handed_in.student}: {result.total} of {result.most}{judged}{noted}"
+
+
+def _grades(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Iterator[Grade]:
+    """Yield the grades as they are finished; one at a time keeps the order."""
+    make_undumpable()
+    if jobs > 1 and len(submissions) > 1:
+        yield from in_parallel(submissions, guard, jobs)
+    elif submissions:
+        with Grader(guard) as grader:
+            yield from grader.all(submissions)

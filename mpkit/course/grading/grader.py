@@ -1,4 +1,4 @@
-"""Grading notebooks: collect their answers, judge them.
+"""Grading one notebook: collect its answers, judge them.
 
     collect    run a copy of the notebook in a process of its own
     judge      judge the answers in another process, on ranks of its own
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from mpkit.course.catalogue import solution_folders
 from mpkit.course.framework.room import name_cell_lines
@@ -31,61 +28,19 @@ from mpkit.course.grading.judge_process import Judges
 from mpkit.course.grading.submissions import HandedIn, NoNotebook, predictions_kept, read_file
 from mpkit.course.judge import not_judged
 from mpkit.course.progress import FILE
-from mpkit.course.sandbox.guard import TOO_BUSY, Guard, answers_are_apart, others, sweep, way_to_enclose
+from mpkit.course.sandbox.guard import TOO_BUSY, Guard, answers_are_apart, sweep
 from mpkit.course.verdict import Checked
 
-__all__ = ["Grader", "environment", "grades_of"]
+__all__ = ["Grader", "environment"]
 
 AGAIN = "not judged, since this machine was too busy: the same command judges it again"
 NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
 
 
-def grades_of(submissions: Sequence[HandedIn], guard: Guard, jobs: int = 1) -> Iterator[Grade]:
-    """Yield the grades as they are finished. One at a time keeps the order: one notebook runs while another is judged.
-
-    The process should do nothing else: all of its descendants are ended.
-
-    Args:
-        submissions: the notebooks.
-        guard: the limits on running each.
-        jobs: how many are graded at a time, each by a judge of its own; one unless notebooks run in namespaces.
-    """
-    jobs = min(jobs, len(submissions)) if way_to_enclose() == "namespaces" else 1
-    with ExitStack() as stack, ThreadPoolExecutor(max(jobs, 1)) as pool:
-        graders = [stack.enter_context(Grader(guard)) for _ in range(jobs)]
-        if jobs == 1:
-            yield from graders[0].all(submissions, pool)
-            return
-        idle: queue.SimpleQueue[Grader] = queue.SimpleQueue()
-        for grader in graders:
-            idle.put(grader)
-
-        def grade(each: HandedIn) -> Grade:
-            grader = idle.get()
-            try:
-                return grader.grade(each)
-            finally:
-                idle.put(grader)
-
-        coming = [pool.submit(grade, each) for each in submissions]
-        try:
-            for done in as_completed(coming):
-                yield done.result()
-        finally:
-            end_all(coming)
-
-
-def end_all(coming: Sequence[Future[Any]]) -> None:
-    """Cancel what has not begun; end the processes of what has, until all of it is over."""
-    for each in coming:
-        each.cancel()
-    while not all(each.done() for each in coming):
-        sweep(lambda: others(set))
-        time.sleep(0.05)
-
-
 class Grader:
-    """Grades a notebook after another, in a folder that is thrown away; used as a context manager.
+    """Grades notebooks one after the other, in a folder that is thrown away; used as a context manager.
+
+    The process that holds it should do nothing else: it ends all of its descendants between two notebooks.
 
     Args:
         guard: the limits on running a notebook.
@@ -107,6 +62,7 @@ class Grader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._judges.close()
+        sweep(set)
         self._folder.cleanup()
 
     def grade(self, each: HandedIn) -> Grade:
@@ -116,17 +72,19 @@ class Grader:
     def _collect(self, each: HandedIn) -> _NotebookAnswers:
         return _collect(each, self._guard, self._judges, self._base)
 
-    def all(self, submissions: Sequence[HandedIn], ahead: Executor) -> Iterator[Grade]:
-        """Yield the grades in order; while one notebook is judged, the next one runs in a thread of `ahead`."""
-        coming = [ahead.submit(self._collect, each) for each in submissions[:1]]
-        try:
-            for number, each in enumerate(submissions):
-                collected = coming.pop().result()
-                for following in submissions[number + 1 : number + 2]:
-                    coming.append(ahead.submit(self._collect, following))
-                yield _judge(each, collected, self._judges)
-        finally:
-            end_all(coming)
+    def all(self, submissions: Sequence[HandedIn]) -> Iterator[Grade]:
+        """Yield the grades in order; while one notebook is judged, the next one runs."""
+        with ThreadPoolExecutor(1) as ahead:
+            coming = [ahead.submit(self._collect, each) for each in submissions[:1]]
+            try:
+                for number, each in enumerate(submissions):
+                    collected = coming.pop().result()
+                    for following in submissions[number + 1 : number + 2]:
+                        coming.append(ahead.submit(self._collect, following))
+                    yield _judge(each, collected, self._judges)
+            finally:
+                for left in coming:
+                    left.cancel()
 
 
 def environment(place: Path) -> dict[str, str]:

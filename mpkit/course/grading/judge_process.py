@@ -41,7 +41,6 @@ from mpkit.course.sandbox.guard import (
     adopt_orphans,
     enclose_command,
     list_descendants,
-    others,
     sweep,
     way_to_enclose,
 )
@@ -210,7 +209,7 @@ def main(folder: str, way: str) -> None:
             answer = PackedAnswer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
             verdict = verdict_json(judge(entry, answer, room, FAILURES, draw=False))
             cluster.clear()
-            sweep(lambda: others(lambda: room.pids))
+            sweep(lambda: room.pids)
             say(json.dumps({"token": request["token"], "verdict": verdict}).encode() + b"\n")
     finally:
         room.close()

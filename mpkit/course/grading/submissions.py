@@ -14,6 +14,7 @@ levels deep, or have code that cannot be parsed: whatever it is, it affects its 
 from __future__ import annotations
 
 import ast
+import base64
 import hashlib
 import os
 import stat
@@ -23,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from mpkit.common.safe_text import visible
 from mpkit.common.size_limits import read_json
@@ -76,6 +77,28 @@ class HandedIn:
     tries: Mapping[str, int] = field(default_factory=dict)
     questions: tuple[str, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a grading process needs as JSON's types; the rest is not needed there."""
+        return {
+            "student": self.student,
+            "name": self.name,
+            "exercises": [entry.name for entry in self.exercises],
+            "cells": self.cells,
+            "data": base64.b64encode(self.data).decode(),
+            "broken": self.broken,
+            "questions": self.questions,
+            "predicted": dict(self.predicted),
+        }
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Self:
+        """Return the notebook of which `to_json` returned the values."""
+        return cls(
+            values["student"], values["name"], tuple(map(find, values["exercises"])), tuple(values["cells"]),
+            base64.b64decode(values["data"]), values["broken"], questions=tuple(values["questions"]),
+            predicted=values["predicted"],
+        )  # fmt: skip
 
     @property
     def digest(self) -> str:

@@ -29,8 +29,7 @@ from mpkit.course.sandbox import enclose
 from mpkit.course.sandbox.fair_clock import FairClock
 
 __all__ = [
-    "Guard", "adopt_orphans", "answers_are_apart", "enclose_command", "list_descendants", "others", "sweep",
-    "way_to_enclose",
+    "Guard", "adopt_orphans", "answers_are_apart", "enclose_command", "list_descendants", "sweep", "way_to_enclose",
 ]  # fmt: skip
 
 Keep = Callable[[], set[int]]
@@ -74,8 +73,7 @@ class Guard:
             place: the only folder that it may write to.
             folder: the working directory.
             environment: the environment variables that replace ours.
-            keep: returns the ids of our child processes that do not belong to the command; they stay alive. Nobody asks
-                where the command has a namespace: none of its processes leaves that.
+            keep: returns the ids of our child processes that do not belong to the command; they stay alive.
             started: the file that the command makes when its time begins.
 
         Returns:
@@ -85,12 +83,6 @@ class Guard:
             enclose_command(command, place, self.hidden), cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-
-        def theirs() -> list[psutil.Process]:
-            if way_to_enclose() != "namespaces":
-                return others(keep)
-            return list_descendants(process.pid) if process.poll() is None else []
-
         clock, most, has_started, stopped, why = FairClock(), IMPORTS_TAKE, False, 0, ""
         while not why:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,7 +90,7 @@ class Guard:
                 break
             if not has_started and started.exists():
                 clock, most, has_started = FairClock(), self.seconds, True
-            running = theirs()
+            running = others(keep)
             stopped = stopped + 1 if any(map(_is_stopped, running)) else 0
             if clock.look(process.pid for process in running) > most:
                 why = f"it took more than {self.seconds:g} s"
@@ -110,7 +102,7 @@ class Guard:
                 why = f"it wrote {memory_text(written)}; {memory_text(self.memory)} are allowed"
             else:
                 why = self.exceeded_limit(running)
-        sweep(theirs)
+        sweep(keep)
         code = process.wait()
         code = 128 - code if code > 128 else code  # how a shell reports a signal that ended a process inside
         if why or not code:
@@ -191,10 +183,10 @@ def _works(way: str) -> bool:
         return not subprocess.run(judge, cwd=place, capture_output=True, timeout=60).returncode
 
 
-def sweep(listed: Callable[[], list[psutil.Process]]) -> None:
-    """End all processes that are listed, until none is."""
+def sweep(keep: Keep) -> None:
+    """End all descendants of this process except those to keep and their descendants."""
     deadline = time.monotonic() + 5.0
-    while (running := listed()) and time.monotonic() < deadline:
+    while (running := others(keep)) and time.monotonic() < deadline:
         for process in running:
             with contextlib.suppress(psutil.Error):
                 process.kill()
