@@ -14,8 +14,8 @@ Strategies differ in what they keep:
     Accumulated  a shard: reduce-scatter    in the step's last backward       the flat tensor, until the next step
     Sharded      a shard: reduce-scatter    in every backward, as DeepSpeed   the shard, in which sums accumulate
 
-DDP is the first, ZeRO-1 the second, ZeRO-2 and 3 the third. Where gradients are sharded, at most one reduce-scatter is
-pending while the next unit fills, so at most two units are whole at a time.
+DDP is the first, ZeRO-1 the second, ZeRO-2 and 3 the third. A reduce-scatter needs memory of its own, so at most one is
+pending while the next unit fills; of sharded gradients at most two units are whole at a time.
 
 Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes available, we only reduce them on the data
 parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
@@ -62,6 +62,7 @@ class Gradients(ABC):
     """
 
     flat: Flat
+    is_urgent = True
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class Gradients(ABC):
     ) -> None:
         self.layout, self.stage = layout, stage
         self._shard_group, self._replicate_group = shard_group, replicate_group
-        self.is_urgent = replicate_group is not None
         self.ready: set[nn.Parameter] = set()
         self.missing: set[nn.Parameter] = set()
         self._work: PendingWork | None = None
@@ -162,6 +162,8 @@ class SummedGradients(AccumulatedGradients):
         zeroed: parameters whose gradient is 0 because none had come when it was reduced.
     """
 
+    is_urgent = False  # an all-reduce is in place
+
     def __init__(
         self,
         layout: FlatLayout,
@@ -210,7 +212,6 @@ class ShardedGradients(Gradients):
         replicate_group: Communicator | None = None,
     ) -> None:
         super().__init__(layout, record, shard_group, stage, replicate_group)
-        self.is_urgent = True
         self._has_sum = False  # whether the shard holds the sum of an earlier backward
         self._more: Tensor | None = None  # (k,), where the next sum is written if it does
 
