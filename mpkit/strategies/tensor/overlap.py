@@ -42,14 +42,15 @@ class RegionInput:
 
     Attributes:
         inside: as given.
+        left: the column layers that have not taken their output.
     """
 
     def __init__(
         self, group: Communicator, x: Tensor, inside: Tensor, layers: dict[nn.Module, bool], *, sequence: bool
     ) -> None:
         self._group, self._x, self._layers, self._sequence = group, x, layers, sequence
-        self.inside = inside
-        self._outputs: dict[nn.Module, Tensor] | None = None  # of the layers that have not been called
+        self.inside, self.left = inside, set(layers)
+        self._outputs: dict[nn.Module, Tensor] | None = None
 
     def take(self, layer: nn.Module) -> Tensor | None:
         """Return y = x W^T + b of a column layer; None for one that takes it again."""
@@ -60,6 +61,7 @@ class RegionInput:
             how = self._group, self._sequence, tuple(self._layers.values()), pending
             made: Any = _Columns.apply(how, x, self.inside.detach(), *weights)  # type: ignore[no-untyped-call]
             self._outputs = dict(zip(self._layers, made, strict=True))
+        self.left.discard(layer)
         return self._outputs.pop(layer, None)
 
 

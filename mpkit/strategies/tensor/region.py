@@ -215,8 +215,11 @@ class RegionAtWork:
 
     def _column(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Apply a column layer: [..., inputs] -> [..., this rank's outputs]."""
-        entered = self._entered
-        y = entered.take(layer) if entered is not None and x is entered.inside else None
+        entered, y = self._entered, None
+        if entered is not None and x is entered.inside:
+            y = entered.take(layer)
+            if not entered.left:
+                self._entered = None  # and with it x, of the whole sequence
         if y is None and is_linear(layer):
             y = _product(layer, x, layer.bias)
         elif y is None:
