@@ -28,7 +28,7 @@ CORE = (
     *(f"tests/{each}" for each in ("pipeline", "data_parallel", "zero", "tensor", "context", "experts", "mesh")),
     *(f"tests/{each}" for each in ("partition", "training", "proof", "wrap", "checkpoint", "dry_run")),
     "tests/record", "tests/watch",
-    *(f"tests/test_{each}.py" for each in ("prepare", "checks", "models", "run")),
+    *(f"tests/test_{each}.py" for each in ("prepare", "models", "run")),
     "mpkit/common", "mpkit/strategies", "mpkit/trace",
 )  # fmt: skip
 """What trains, records, plays and proves: all that asks torch for more than tensors."""

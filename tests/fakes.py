@@ -20,6 +20,7 @@ import mpkit as mk
 from mpkit.data import spirals
 from mpkit.models import MLP
 from mpkit.trace import Kind, RankTrace
+from tests.serial import Clusters
 
 MODEL_STATES = ("params", "grads", "optimizer")
 STEPS = 2  # DDP lays its buckets out anew after the first
@@ -39,7 +40,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
 
 
 def both(
-    clusters: Callable[[int], mk.Cluster],
+    clusters: Clusters,
     kind: str,
     plan: mk.Plan,
     optimizer: Any,

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.launch.session.run import Run
 
+Clusters = Callable[[int], mk.Cluster]
 Train = Callable[..., Run]
+"""Of the fixtures: clusters by number of ranks; a training, waited for."""
 
 EXACT = {"rtol": 1e-8, "atol": 1e-10}
 SINGLE = {"rtol": 1e-4, "atol": 1e-6}

@@ -17,12 +17,11 @@ import mpkit as mk
 from mpkit.cli.demo import Demo, Outcome, strategies
 from mpkit.common.units import percent, seconds
 from mpkit.trace.proof import Proof
+from tests.serial import Clusters
 
 
 @pytest.fixture
-def demo(
-    tmp_path: Path, clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Demo]:
+def demo(tmp_path: Path, clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Demo]:
     """Make a small demo on the shared clusters."""
     monkeypatch.setattr("mpkit.cli.demo.Cluster", lambda ranks, device: nullcontext(clusters(ranks)))
     small: dict[str, Any] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from inspect import isfunction
@@ -9,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,7 @@ from mpkit.cli import main
 from mpkit.cli.predict import plan_of
 from mpkit.common.tracebacks import show_internals
 from tests.recipes import sgd
+from tests.serial import Clusters
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 HOW: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd}
@@ -76,9 +80,7 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("given", "says"), TRAIN, ids=lambda value: str(list(value)) if isinstance(value, dict) else ""
 )
-def test_train_refuses_before_a_rank_starts(
-    clusters: Callable[[int], mk.Cluster], given: dict[str, Any], says: str
-) -> None:
+def test_train_refuses_before_a_rank_starts(clusters: Clusters, given: dict[str, Any], says: str) -> None:
     how = {"model": layers(), "data": [(X, Y)], "plan": mk.Plan.ddp(2), **HOW, **given}
     how = {name: value for name, value in how.items() if value is not None}
     cluster = clusters(2)
@@ -123,7 +125,7 @@ class Unwilling(nn.Module):
 
 
 @pytest.mark.usefixtures("folded")
-def test_a_traceback_ends_at_the_users_line(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_a_traceback_ends_at_the_users_line(clusters: Clusters) -> None:
     cluster = clusters(2)
     for call in (
         lambda: mk.Plan(pp=0),
@@ -152,7 +154,7 @@ def test_a_mistyped_name_is_answered_at_the_users_line() -> None:
 
 
 @pytest.mark.usefixtures("folded")
-def test_the_ranks_own_traceback_has_the_users_frames(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_the_ranks_own_traceback_has_the_users_frames(clusters: Clusters) -> None:
     run = clusters(2).train(Unwilling(), [(X, Y)], mk.Plan.ddp(2), **HOW)
     for _ in range(2):  # raised again it is as short
         with pytest.raises(mk.RankFailed, match="unwilling") as caught:
@@ -195,7 +197,7 @@ def test_raise_from_and_handling_go_on_as_ever() -> None:
 
 
 def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(
-    clusters: Callable[[int], mk.Cluster],
+    clusters: Clusters,
 ) -> None:
     def conjugate(ctx: mk.Context) -> list[complex]:
         return list(ctx.comm.all_reduce(torch.full((2,), 1 + 2j * (1 + ctx.rank)).conj()).tolist())
@@ -272,3 +274,51 @@ def test_calls_that_do_not_match_are_answered(name: str) -> None:
     """The error names the argument, and no public function leaves that to Python."""
     with pytest.raises(ValueError, match=f"{name}.*no_such_thing|{name}.* lacks "):
         getattr(mk, name)(no_such_thing=1)
+
+
+# ---- What somebody mistypes is answered by the call itself: what was asked, and what would work.
+
+WEIRD: list[Any] = [
+    None, -1, 0, 10**30, 3.5, float("nan"), "x", "", [], (), {}, object(), np.int64(2), True, b"a",
+    [1, 2], len,
+]  # fmt: skip
+GIVEN_BEFORE: list[tuple[Any, ...]] = [(), ("llama3-8b",), ("llama3-8b", mk.Plan(dp=2)), (4,)]
+TAKES_ANYTHING = {"Cluster", "demo", "doctor", "watch", "run", "lab"}
+"""Calls that start processes, servers or checks of the machine."""
+CALLS = [
+    name
+    for name in mk.__all__
+    if callable(getattr(mk, name)) and not inspect.ismodule(getattr(mk, name)) and name not in TAKES_ANYTHING
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_answers_for_its_arguments(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for before in GIVEN_BEFORE:
+        for weird in WEIRD:
+            try:
+                getattr(mk, name)(*before, weird)
+            except (ValueError, mk.errors.MpkitError, OSError, ImportError) as error:
+                assert str(error), (before, weird)
+            except TypeError as error:  # Python's own: how many arguments there are, or what mpkit says
+                assert re.search(rf"{name}|argument", str(error)), (before, weird, str(error))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mk.Plan(cp=4, cp_method=()), r"Did you mean Plan\(cp=4\)"),
+        (lambda: mk.Plan(cp=4, cp_method=(None, 2)), r"Did you mean Plan\(cp=4\)"),
+        (lambda: mk.hardware("h100", nodes=2, nic=[1]), "nic=25"),  # type: ignore[call-overload]
+        (lambda: mk.advise("gpt2", "h100", global_batch=8, sequence=64, by="cost", price="2"), "price=2.5"),  # type: ignore[arg-type]
+        (
+            lambda: mk.estimate("gpt2", mk.Plan(), "h100", global_batch=8, sequence=64, preset="x"),
+            "mk.calibrate",
+        ),  # type: ignore[arg-type]
+    ],
+)
+def test_keywords_of_another_type_are_answered_with_what_works(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()

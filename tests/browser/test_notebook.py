@@ -8,8 +8,21 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from mpkit.course.catalogue import ExerciseEntry, find
+from mpkit.course.framework.source import IMPORTS
 from tests import limits
-from tests.browser.lab import CELLS, RUN_ALL, TOUCH, in_cell, look_at, look_at_output, open_notebook
+from tests.browser.lab import (
+    CELLS,
+    RANKS,
+    RUN_ALL,
+    TOUCH,
+    in_cell,
+    look_at,
+    look_at_output,
+    open_notebook,
+    run,
+    write,
+)
 
 Screenshot = Callable[[Page, str], None]
 
@@ -180,3 +193,134 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     memory.hover()
     expect(memory.locator(".mpkit-tip")).to_contain_text("params")
     screenshot(page, "notebook-memory-reloaded")
+
+
+# ---- Exercises as a student does them, in JupyterLab, in a browser.
+
+
+def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: ExerciseEntry) -> None:
+    """Its notebook, with all run that comes before the answer."""
+    open_notebook(page, f"{jupyterlab}/workspaces/{notebook}/tree/exercises/{notebook}.ipynb")
+    for code in filter(None, (IMPORTS, entry.given_code.strip())):
+        run(page, in_cell(page, code.splitlines()[0]))
+
+
+def first_line(entry: ExerciseEntry) -> str:
+    """Of the student's cell, by which it is found."""
+    return next(line for line in entry.source.stub.splitlines() if line.strip())
+
+
+@pytest.mark.timeout(300)
+def test_an_exercise_failed_twice_and_solved(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    page, entry = lab_page, find("pass-the-token")
+    open_exercise(page, jupyterlab, "1-ranks", entry)
+    answer, check = in_cell(page, first_line(entry)), in_cell(page, f'mk.check("{entry.name}"')
+    run(page, answer)
+    expect(run(page, check)).to_contain_text("First say who your neighbours are")
+    screenshot(page, "exercise-stub")
+
+    mistakes = {one.name: one for one in entry.exercise.mistakes}
+    # The stub is no answer, and the same wrong answer again is no further one.
+    first = "nobody-closes-the-ring"
+    for number, name, hint in ((1, first, 0), (2, first, 0), (3, "adds-after-it-sent", 1)):
+        write(page, answer, mistakes[name].wrong)
+        run(page, answer)
+        output = run(page, check)
+        expect(output).to_contain_text("not yet")
+        expect(output).to_contain_text(mistakes[name].hints[hint].split("`")[0])
+        screenshot(page, f"exercise-failed-{number}")
+
+    write(page, answer, entry.source.plain)
+    run(page, answer)
+    output = run(page, check)
+    expect(output).to_contain_text("solved, at the third try")
+    expect(output.locator("img")).to_have_count(2)
+    look_at(output)
+    screenshot(page, "exercise-solved")
+    expect(run(page, in_cell(page, "mk.progress()"))).to_contain_text("✔ pass-the-token")
+    screenshot(page, "exercise-progress")
+
+
+# ---- A run in JupyterLab that goes on: nothing below it moves, and when its kernel ends its picture stays and says so.
+
+RESTART = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()"
+
+BROKEN = """(output) => [...output.querySelectorAll('.jupyter-widgets-disconnected')].filter((each) =>
+  !['none', 'normal'].includes(getComputedStyle(each, '::before').content)).length"""
+"""How many parts show the icon of a broken widget."""
+
+LANES = """(root) => {
+  const top = (each) => each.getBoundingClientRect().top;
+  return [...root.querySelectorAll('.mpkit-stage')].map((each) => top(each) - top(root.closest('.jp-OutputArea')));
+}"""
+"""How far below the top of the output the lanes and the memory are."""
+
+
+def test_what_a_kernel_drew_last_stays_when_it_ends(
+    jupyterlab: str, lab_page: Page, screenshot: Screenshot
+) -> None:
+    page = lab_page
+    open_notebook(page, f"{jupyterlab}/workspaces/ended/tree/ended.ipynb")
+    cell = page.locator(".jp-CodeCell").first
+    run(page, cell)
+    timeline = cell.locator(".mpkit-timeline")
+    page.wait_for_function("(root) => root.panel.chart.placed", arg=timeline.element_handle())
+    before = timeline.evaluate(LANES)
+    expect(cell).to_contain_text("step 3 of 9")
+    page.wait_for_function("(root) => Number(root.dataset.spans) > 0", arg=timeline.element_handle())
+    look_at(timeline)
+    screenshot(page, "ended-before")
+    # ---- while it runs, nothing above the lanes grows: losses and charts came, and the lanes are where they were
+    assert timeline.evaluate(LANES) == pytest.approx(before, abs=2) and len(before) == 2
+    expect(timeline.locator(".mpkit-ended")).to_be_hidden()
+    expect(cell.get_by_role("button", name="Stop")).to_be_visible()
+    spans = timeline.get_attribute("data-spans")
+    page.evaluate(RESTART)
+    # ---- the picture stays, says once that it is still, and nothing seems to go on
+    expect(timeline.locator(".mpkit-ended")).to_have_text(
+        "The kernel of this picture has ended or was restarted. This is the last that it sent."
+    )
+    assert timeline.get_attribute("data-spans") == spans
+    expect(cell.locator(".mpkit-stop")).to_be_hidden()
+    expect(timeline.get_by_role("button", name="Follow")).to_be_hidden()
+    assert cell.locator(".jp-OutputArea").first.evaluate(BROKEN) == 0
+    assert timeline.evaluate("(root) => root.panel.chart.store.count") > 0
+    screenshot(page, "ended-after")
+
+
+# ---- `%%ranks` as a learner meets it: in JupyterLab, with the stop button.
+
+
+def test_cells_on_ranks(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
+    page = lab_page
+    open_notebook(page, f"{jupyterlab}/workspaces/ranks/tree/ranks.ipynb")
+    cells = [page.locator(".jp-CodeCell").nth(i) for i in range(len(RANKS))]
+    # ---- output and values, by rank
+    run(page, cells[0])
+    run(page, cells[1])
+    for rank in range(4):
+        expect(cells[1]).to_contain_text(f"[rank {rank}] rank {rank} of 4")
+        expect(cells[1]).to_contain_text(f"[rank {rank}] tensor([{6 * rank}., {6 * rank}.])")
+    # ---- an error of one rank, with its line
+    run(page, cells[2])
+    expect(cells[2]).to_contain_text(
+        "rank 2 of 4: AttributeError: 'Tensor' object has no attribute 'nothing'"
+    )
+    expect(cells[2]).to_contain_text('File "Cell In[3]", line 3')
+    expect(cells[2]).to_contain_text("[rank 3] 3")
+    expect(cells[2]).not_to_contain_text("interactiveshell")
+    screenshot(page, "ranks-error")
+    # ---- the stop button
+    look_at(cells[3])
+    cells[3].locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    expect(cells[3].locator(".jp-OutputArea")).to_contain_text("[rank 3] asleep")
+    page.evaluate("window.jupyterapp.commands.execute('notebook:interrupt-kernel')")
+    expect(cells[3].locator(".jp-OutputArea")).to_contain_text("KeyboardInterrupt")
+    # ---- the variables are still there, on the ranks that are asked
+    run(page, cells[4])
+    expect(cells[4]).to_contain_text("[ranks 0,2] tensor(12.)")
+    run(page, cells[5])
+    screenshot(page, "ranks")
+    run(page, cells[6])
+    expect(cells[6]).to_contain_text("[ranks 0-3] 4")

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
+import mpkit as mk
 from mpkit.common.display import draw
+from mpkit.plan.schedule import NAMES
+from mpkit.views.page.html import html
+from mpkit.views.page.trial import plan_of
 from scripts.site import GALLERY, write
-from tests.pages.test_site import stand_in
+from tests.pages.test_pages import stand_in
 
 NewPage = Callable[..., Page]
 Screenshot = Callable[[Page, str], None]
@@ -54,3 +58,83 @@ def test_words_stay_inside_their_pictures_at_every_width(new_page: NewPage) -> N
         page.set_content(f"<div style='width:400px'>{result._repr_mimebundle_()['text/html']}</div>")
         page.wait_for_function("[...document.images].every((each) => each.complete)")
         assert page.evaluate("[...document.images].map((each) => each.width)") == [0, 400], shown.name
+
+
+# ---- The section "Try it" of a page: what its script computes equals what mk.simulate does.
+
+PANEL = "document.querySelector('#try .mpkit-timeline').panel"
+
+
+def open_trial(page: Page, folder: Path, p: int = 4, m: int = 8) -> None:
+    path = folder / "page.html"
+    shown = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.1)
+    path.write_text(html({"GPipe": shown}, title="A page", try_it=(p, m)), encoding="utf-8")
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=true]")
+
+
+def set_slider(page: Page, name: str, value: float) -> None:
+    page.locator(f"#try-{name}").fill(str(value))
+
+
+def simulated(name: str, p: int, m: int, *times: float, hop: float = 0.0) -> mk.Timeline:
+    plan = plan_of(name, p, m)
+    return mk.simulate(plan, *(seconds / plan.virtual_stages for seconds in times), hop=hop)
+
+
+def test_every_schedule_on_the_page_is_the_simulated_one(new_page: NewPage, tmp_path: Path) -> None:
+    """All names, at the corners of the sliders and between: the script alone, fast, to twelve digits."""
+    page = new_page()
+    open_trial(page, tmp_path)
+    cases = [
+        (name, p, m, f, i, w, hop)
+        for name in NAMES
+        for p, m in ((2, 1), (2, 16), (4, 8), (5, 3), (8, 16), (8, 1))
+        for f, i, w, hop in ((1, 1, 1, 0), (0.7, 1.3, 0.45, 0.25), (1, 0, 2, 0.05))
+    ]
+    set_all = """(cases) => cases.map(([schedule, ranks, microbatches, forward, input_grad, weight_grad, hop]) => {
+      const values = { schedule, ranks, microbatches, forward, input_grad, weight_grad, hop };
+      for (const [name, value] of Object.entries(values)) document.querySelector('#try-' + name).value = value;
+      document.querySelector('#try-hop').dispatchEvent(new Event('input', { bubbles: true }));
+      const { bubble, step_time } = document.querySelector('#try .mpkit-timeline').panel.state;
+      return [bubble, step_time];
+    })"""
+    shown = page.evaluate(set_all, cases)
+    for (name, p, m, f, i, w, hop), (bubble, length) in zip(cases, shown, strict=True):
+        truth = simulated(name, p, m, f, i, w, hop=hop)
+        assert bubble == pytest.approx(truth.bubble, abs=1e-12), (name, p, m, f, i, w, hop)
+        assert length == pytest.approx(truth.step_time, rel=1e-12), (name, p, m, f, i, w, hop)
+
+
+def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_trial(page, tmp_path)
+    bubble = page.locator("#try .mpkit-figure").first.locator("b")
+    expect(bubble).to_have_text("27.3 %")  # 1F1B's: 3/11
+    expect(page.locator("#try-backward")).to_be_visible()
+    expect(page.locator("#try-input_grad")).to_be_hidden()
+    set_slider(page, "microbatches", 16)
+    expect(bubble).to_have_text(f"{100 * 3 / 19:.1f} %")
+    set_slider(page, "backward", 3)
+    set_slider(page, "hop", 0.25)
+    truth = simulated("1f1b", 4, 16, 1, 1.5, 1.5, hop=0.25)
+    expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
+    page.get_by_label("schedule", exact=True).select_option("ZB-H1")
+    truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.5, hop=0.25)
+    expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
+    expect(page.locator("#try .words")).to_contain_text("Backwards are split")
+    expect(page.locator("#try-backward")).to_be_hidden()
+    slider = page.get_by_role("slider", name="weight gradients W")
+    slider.press("ArrowRight")
+    expect(slider).to_have_attribute("aria-valuetext", "1.55 seconds")
+    truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.55, hop=0.25)
+    expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
+    set_slider(page, "ranks", 8)
+    page.wait_for_function(f"{PANEL}.chart.labels.length === 8")
+    rows = page.locator("#try table tbody tr")
+    page.locator("#try").get_by_text("The figures as a table").click()
+    expect(rows).to_have_count(8)
+    truth = simulated("zb_h1", 8, 16, 1, 1.5, 1.55, hop=0.25)
+    first = rows.first.locator("td").all_text_contents()
+    assert first[0] == f"{100 * truth.idle[0] / truth.step_time:.1f} %"
+    assert first[4] == str(truth.peak_memory[0]["total"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,11 +22,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import mpkit as mk
 from mpkit.strategies.data.microbatch import share
+from mpkit.strategies.prepare import batches as reading
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind
 from tests.limits import wait_for, wait_until_gone
+from tests.recipes import sgd
+from tests.serial import Clusters, Train
 
-Clusters = Callable[[int], mk.Cluster]
 NOTHING = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
 
 
@@ -277,3 +281,120 @@ def test_a_loader_that_gives_one_ranks_share_is_refused(clusters: Clusters) -> N
     assert "What the DataLoader gave was read before the start" in " ".join(run.timeline().notes), (
         "its time is not passed over"
     )
+
+
+# ---- Data that come one batch after the other: read before the start, and trained on as a list would be.
+
+Batch = tuple[Tensor, Tensor]
+STREAMED: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd}
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def one_by_one(count: int) -> Iterator[Batch]:
+    torch.manual_seed(0)
+    for _ in range(count):
+        yield torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+
+
+class Samples(IterableDataset[Batch]):
+    """Twelve samples, one by one."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ((x, y) for batch in one_by_one(3) for x, y in zip(*batch, strict=True))
+
+
+def test_a_generator_and_an_iterable_dataset_train_as_a_list_does(
+    clusters: Clusters,
+) -> None:
+    losses = []
+    for data in (list(one_by_one(3)), one_by_one(99), DataLoader(Samples(), batch_size=4)):
+        run = clusters(2).train(small_net(), data, mk.Plan.ddp(2), steps=3, **STREAMED).wait()
+        assert run.proof.status == "equal"
+        losses.append((run.losses, run.data_digest))
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_too_few_batches_and_too_many_bytes_are_rejected(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"the data ended after 4 batches, and 9 steps take 9: steps=4"):
+        clusters(2).train(small_net(), one_by_one(4), mk.Plan.ddp(2), steps=9, **STREAMED)
+    with pytest.raises(ValueError, match="data is empty"):
+        clusters(2).train(small_net(), iter([]), mk.Plan.ddp(2), **STREAMED)
+    monkeypatch.setattr(reading, "MOST_READ", 2**14)
+    with pytest.raises(ValueError, match=r"5 of 1,000,000 batches .* mk\.Batches\(dataset, batch_size\)"):
+        clusters(2).train(small_net(), one_by_one(10**6), mk.Plan.ddp(2), steps=10**6, **STREAMED)
+
+
+# ---- Datasets that change their samples at random give the same ones on any ranks and workers, and others each time.
+
+SAMPLES, BATCH = 12, 6
+
+
+class Transform:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + float(self.generator.random())
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Adds one number of each generator to a sample; the target knows which."""
+
+    def __init__(self) -> None:
+        self.transforms = [Transform()]
+        self.torch, self.python = torch.Generator(), random.Random(0)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        drawn = [
+            torch.rand(()).item(), torch.rand((), generator=self.torch).item(), random.random(),
+            self.python.random(), np.random.rand(),
+        ]  # fmt: skip
+        x = self.transforms[0](torch.tensor(drawn, dtype=torch.float64))
+        return x, x.sum()[None]
+
+
+def test_a_sample_draws_the_same_whoever_reads_it_and_others_each_time() -> None:
+    batches = mk.Batches(Noisy(), BATCH)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first = batches[0][0]
+    assert torch.equal(first[1::2], batches.part(0, slice(1, None, 2))[0])
+    drawn = torch.cat([batches[step][0] for step in range(4)])
+    for column in drawn.T:
+        assert column.unique().numel() == 4 * BATCH  # no two samples, and no epochs, draw the same
+    assert not torch.equal(first, mk.Batches(Noisy(), BATCH, seed=1)[0][0])
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+@pytest.mark.parametrize(
+    ("plan", "workers"),
+    [
+        (mk.Plan.ddp(2, microbatches=2), 2),
+        (mk.Plan.gpipe(2, 2), 0),
+    ],
+    ids=str,
+)
+def test_augmented_training_equals_a_plain_loop(train: Train, plan: mk.Plan, workers: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "steps": 5}
+    losses = train(model, mk.Batches(Noisy(), BATCH, num_workers=workers), plan, **how).losses
+    optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), mk.Batches(Noisy(), BATCH)
+    for step, loss in enumerate(losses):
+        x, y = batches[step]
+        optimizer.zero_grad()
+        expected = F.mse_loss(model(x), y)
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), abs=1e-12)

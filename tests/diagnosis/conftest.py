@@ -1,13 +1,11 @@
 """Planted runs are played on the tests' shared cluster."""
 
-from collections.abc import Callable
-
 import pytest
 
-import mpkit as mk
 from tests.diagnosis import planted
+from tests.serial import Clusters
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared(clusters: Callable[[int], mk.Cluster]) -> None:
+def _shared(clusters: Clusters) -> None:
     planted.CLUSTERS.append(clusters(1))

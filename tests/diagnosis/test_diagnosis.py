@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.cli import main
 from mpkit.common.units import percent
+from mpkit.models import GPT, next_token_loss
+from mpkit.plan.mesh_of_trace import axis_of
+from mpkit.timeline import simulation
+from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.diagnosis.evidence import WORTH, list_ranks
 from mpkit.timeline.diagnosis.rules import RULES
 from mpkit.timeline.findings import Diagnosis
+from mpkit.timeline.traffic import members_of
 from mpkit.trace import Kind
+from tests.counted import counted
 from tests.diagnosis.planted import (
     CASES,
     Case,
@@ -29,6 +39,7 @@ from tests.diagnosis.planted import (
     slow_rank,
     with_ops,
 )  # fmt: skip
+from tests.serial import Clusters
 
 KINDS = sorted({case.kind for case in CASES})
 MIDDLE = [[case for case in CASES if case.kind == kind][2] for kind in KINDS]
@@ -186,3 +197,155 @@ def test_the_command_line_prints_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["diagnose", str(tmp_path / "none.trace")])
     assert "no such file" in capsys.readouterr().err
+
+
+# ---- The bubble in a sentence: its parts add up to it, and it names the axis that ranks wait for.
+
+TITANS = "4x-titan-rtx"
+PLANS = {
+    "ring": mk.Plan(pp=2, cp=2, schedule="gpipe", microbatches=2),
+    "ep": mk.Plan(dp=4, ep=2),
+}
+
+
+def waited_by_axis(timeline: mk.Timeline) -> dict[str, float]:
+    """Return the seconds that ranks wait for each axis's communication, inside actions and between them."""
+    one = timeline.step(timeline.steps[-1])
+    waited: dict[str, float] = {}
+    for wait in one.spans[(one.spans["kind"] == Kind.WAIT) & (one.spans["cause"] >= 0)]:
+        call = one.spans[wait["cause"]]
+        kind, rank, group, peer = (int(call[name]) for name in ("kind", "rank", "group", "peer"))
+        members = members_of(one, kind, rank, group, peer)
+        axis = axis_of(one.mesh, members, one.meta, exchange=kind == Kind.ALL_TO_ALL)
+        # Until a message is sent its receiver waits for the sender's work, which is not communication.
+        since = max(wait["start"], call["start"])
+        waited[axis] = waited.get(axis, 0.0) + max(float(wait["end"] - since), 0.0)
+    return waited
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[mk.Cluster]:
+    with mk.Cluster(1, device="cpu") as one:
+        yield one
+
+
+@pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+@pytest.mark.parametrize("name", PLANS)
+def test_the_axis_that_ranks_wait_for_is_named(name: str, one_rank: mk.Cluster) -> None:
+    model = (
+        (lambda: GPT(layers=2, width=32, heads=4, experts=4))
+        if name == "ep"
+        else (lambda: GPT(layers=2, width=32, heads=4))
+    )
+    tokens = torch.empty(16, 32, dtype=torch.long, device="meta")
+    trace = mk.trace_fake(
+        model, PLANS[name], batch=(tokens, tokens), loss=next_token_loss, optimizer=torch.optim.AdamW, hardware=TITANS,
+        cluster=one_rank,
+    )  # fmt: skip
+    timeline = mk.Timeline.of(trace, TITANS)
+    waited = waited_by_axis(timeline)
+    most = max(waited, key=lambda axis: waited[axis])
+    words = bubble_words(0.2, timeline)
+    named = re.search(r"communication \((.*?)\)", words)
+    assert named and most in named[1].split(", "), (words, waited)
+    assert np.isclose(sum(waited.values()) / 4, sum(timeline.exposed_comm) / 4, rtol=0.3), waited
+
+
+def test_unlike_times_of_equal_actions_are_jitter_and_no_imbalance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose first micro-batch touches memory for the others has no more to do than its peers."""
+    whole = simulation._tables
+
+    def slow_first(*rows: Any) -> tuple[Any, Any]:
+        ops, memory = whole(*rows)
+        ops["flops"][np.flatnonzero(ops["kind"] == Kind.FORWARD)[0]] *= 3
+        return ops, memory
+
+    monkeypatch.setattr(simulation, "_tables", slow_first)
+    plan = mk.Plan.gpipe(3, 4)
+    timeline = replace(mk.simulate(plan), clock="virtual")
+    words = bubble_words(1 / 3, timeline)
+    assert "jitter (equal actions took unlike times)" in words and "imbalance" not in words
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", words.partition("The ")[2])]
+    assert (
+        shares[0] == pytest.approx(100 * timeline.bubble, abs=0.06) == pytest.approx(sum(shares[1:]), abs=0.2)
+    )
+
+
+# ---- Causes planted in real runs on CPU ranks, on a clock that counts FLOPs: the first finding names them.
+
+STEPS = 3
+SLOW_WIRE, WIRE = (mk.devices.Link("wire", latency, 1e8) for latency in (2e-4, 1e-6))
+
+
+@pytest.fixture
+def two(clusters: Clusters) -> mk.Cluster:
+    return clusters(2)
+
+
+def chain(widths: list[int]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def kinds(timeline: mk.Timeline, **given: Any) -> list[str]:
+    return [finding.kind for finding in timeline.diagnose(**given)]
+
+
+# ---- programs of one's own, watched ------------------------------------------------------------------------------
+
+
+def ran(
+    two: mk.Cluster, body: Callable[[nn.Module, Tensor, torch.optim.Optimizer], None], width: int = 64
+) -> mk.Trace:
+    def run(ctx: Any) -> None:
+        model = chain([width] * 5)
+        x, optimizer = torch.randn(32, width), torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(STEPS):
+            body(model, x, optimizer)
+            mk.watch.step()
+
+    two.run(run, watch=True)
+    return two.trace
+
+
+def reduced(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        torch.distributed.all_reduce(parameter.grad)
+
+
+def test_work_that_one_rank_does_more(two: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        y = model(x if torch.distributed.get_rank() else torch.cat([x, x, x]))
+        y.square().mean().backward()
+        reduced(model)
+        optimizer.step()
+
+    trace = ran(two, body)
+    found = counted(trace).diagnose()
+    assert found[0].kind == "straggler" and found[0].ranks == (0,)
+    for each in (counted(trace), mk.Timeline.of(trace), mk.Timeline.of(trace, clock="measured")):
+        path = each.critical_path()
+        recorded = path.graph.end - path.graph.begin
+        assert path.graph.ends == pytest.approx(recorded, abs=1e-3 * path.step_time)
+        assert sum(op.seconds for op in path.ops) == pytest.approx(path.step_time)
+
+
+def test_gradients_that_are_reduced_at_the_end(two: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        model(x).square().mean().backward()
+        reduced(model)
+        optimizer.step()
+
+    assert kinds(counted(ran(two, body), WIRE))[0] == "late bucket"
+
+
+def test_barriers_in_the_loop(two: mk.Cluster) -> None:
+    def body(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        rank = torch.distributed.get_rank()
+        for number in range(6):
+            torch.distributed.barrier()
+            model(torch.cat([x, x, x]) if number % 2 == rank else x).square().mean().backward()
+        optimizer.step()
+
+    assert kinds(counted(ran(two, body), WIRE))[0] == "synchronizing call"

@@ -6,6 +6,7 @@ import re
 from math import ceil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.models import GPT, MixtureOfExperts, next_token_loss
 from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.experts.load_balancer import balance_experts
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.reference.experts.balance import (
     auxiliary_loss,
@@ -20,6 +22,7 @@ from mpkit.strategies.reference.experts.balance import (
     move_bias,
     route_with_bias,
 )
+from mpkit.trace.expert_load import ExpertLoad
 from tests.experts.test_expert_parallel import HOW, gpt, texts
 from tests.serial import Train, check_equal
 
@@ -134,3 +137,123 @@ def test_dropped_choices_are_counted_once(train: Train) -> None:
         assert rows.max() <= ceil(0.8 * 7 * 8 * 2 / 4)
         assert (rows.sum(axis=1) + load.dropped[layer]).tolist() == [7 * 8 * 2] * 3
     assert re.search(r"block1.mlp.experts .* [0-9]+% dropped", str(load))
+
+
+# ---- DeepSeek's balancer: the published example, what holds of any placement, and what it says of a run's rows.
+
+EXAMPLE: dict[str, Any] = {
+    "weight": [
+        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+    ],
+    "phy2log": [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ],
+    "phy2log_global_policy": [
+        [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1],
+        [1, 10, 2, 4, 5, 11, 5, 0, 6, 7, 6, 3, 8, 8, 9, 7],
+    ],
+    "gpu_loads": [
+        [121.5, 86.5, 125.0, 113.0, 147.5, 131.5, 156.0, 152.0],
+        [173.0, 179.5, 120.5, 172.0, 123.0, 152.0, 118.5, 117.5],
+    ],
+}
+"""Of deepseek-ai/EPLB's README (16 slots, 4 groups, 2 nodes, 8 GPUs), and what its code gives without groups."""
+
+
+def example_load() -> ExpertLoad:
+    return ExpertLoad({f"block{i}": np.array([[w]], float) for i, w in enumerate(EXAMPLE["weight"])}, first=0)
+
+
+def test_the_published_example() -> None:
+    placed = balance_experts(EXAMPLE["weight"], 16, groups=4, nodes=2, gpus=8)
+    assert placed.phy2log.tolist() == EXAMPLE["phy2log"]
+    everywhere = balance_experts(EXAMPLE["weight"], 16, groups=1, nodes=2, gpus=8)
+    assert everywhere.phy2log.tolist() == EXAMPLE["phy2log_global_policy"]
+    layers = example_load().balance(16, groups=4, nodes=2, gpus=8).layers
+    assert [layer.load_after.tolist() for layer in layers] == EXAMPLE["gpu_loads"]
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "groups"), [(1, 2, 1), (1, 4, 8), (2, 4, 4), (4, 8, 8), (4, 8, 1)])
+@pytest.mark.parametrize("further", [0, 8, 24])
+def test_any_placement_has_all_experts_and_is_no_worse(
+    nodes: int, gpus: int, groups: int, further: int
+) -> None:
+    for seed in range(6):
+        rows = np.random.default_rng(seed).zipf(1.3 + seed / 4, (3, 16)).clip(0, 5000) - 1.0
+        placed = balance_experts(rows, 16 + further, groups=groups, nodes=nodes, gpus=gpus)
+        # ---- every expert has a slot, and every slot an expert; the mapping back says the same
+        for phy2log, log2phy, logcnt in zip(placed.phy2log, placed.log2phy, placed.logcnt, strict=True):
+            assert np.bincount(phy2log, minlength=16).tolist() == logcnt.tolist() and logcnt.min() >= 1
+            slots = [s for expert in log2phy for s in expert if s >= 0]
+            assert sorted(slots) == list(range(16 + further))
+            assert all(phy2log[s] == expert for expert, of in enumerate(log2phy) for s in of if s >= 0)
+            # ---- groups stay on a node
+            if groups % nodes == 0:
+                homes = [set(of // (16 // groups)) for of in phy2log.reshape(nodes, -1)]
+                assert sum(map(len, homes)) == groups
+        # ---- the busiest GPU is never busier than with experts as they were
+        load = ExpertLoad({f"block{i}": each[None, None] for i, each in enumerate(rows)}, first=0)
+        balance = load.balance(16 + further, groups=groups, nodes=nodes, gpus=gpus)
+        for each in balance.layers:
+            assert each.load_after.max() <= each.load_before.max() and each.load_after.shape == (gpus,)
+            assert (
+                each.load_after.sum()
+                == pytest.approx(each.load_before.sum())
+                == rows[int(each.name[-1])].sum()
+            )
+            assert each.copies.min() >= 1 and each.copies.sum() == 16 + further
+        assert balance.time_ratio <= 1 and balance.moves <= 3 * (16 + further)
+
+
+def test_a_balance_says_what_it_would_do() -> None:
+    balance = example_load().balance(16, groups=4, nodes=2, gpus=8, expert_bytes=1e6)
+    (before, after), *_ = balance.imbalance.values()
+    assert (before, after) == pytest.approx((239 / 129.125, 156 / 129.125))
+    assert balance.time_ratio == pytest.approx((156 + 179.5) / (239 + 344))
+    first = balance.layers[0].phy2log
+    moved = {(slot // 2, int(e)) for slot, e in enumerate(first) if e * 8 // 12 != slot // 2}
+    assert balance.layers[0].moves == len(moved) and balance.moved_bytes == balance.moves * 1e6
+    assert "hierarchical policy" in str(balance) and "0.58 x their time" in str(balance)
+    assert "routers choose as in this step" in str(balance)
+    assert balance.to_svg().count("<title>expert ") == 2 * (12 + 16)
+    assert len(balance.to_dataframe()) == 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"replicas": 13, "gpus": 4}, "replicas=16 would work"),
+        ({"replicas": 8, "gpus": 4}, "replicas=12 would work"),
+        ({"replicas": 16, "gpus": 4, "nodes": 3}, "gpus=6 would work"),
+        ({"replicas": 16, "gpus": 4, "groups": 5}, "groups=1 would work"),
+        ({"replicas": 16, "gpus": 4, "groups": 0}, "each of them is at least 1"),
+        ({"replicas": 16, "gpus": 16}, "divided over 1 to 12 GPUs"),
+        ({"replicas": 16, "gpus": 4, "step": 1}, "1 steps were counted, 0 to 0"),
+        ({"replicas": 16, "gpus": 4, "window": 0}, "window=1 is one"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_rejected_with_ones_that_do(
+    asked: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        example_load().balance(**asked)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(dp=4, zero=3, dp_shard=2, ep=2),
+        mk.Plan(pp=2, dp=2, schedule="zbv", virtual_stages=2, microbatches=4, ep=2),
+    ],
+    ids=repr,
+)
+def test_experts_in_any_order_equal_serial_training(train: Train, plan: mk.Plan) -> None:
+    orders = {"block0.mlp.experts": [2, 0, 3, 1], "block1.mlp.experts": [1, 2, 3, 0]}
+    data = texts(7, 7)
+    limits = {} if plan.pp > 1 else {"bias_rate": 0.01}
+    run = check_equal(train, mk.models.place_experts(gpt(**limits), orders), data, plan, **HOW)
+    owners = run.token_routes("block0").owners[0]
+    first, *_ = np.flatnonzero(np.array(owners) == owners[2]).tolist()
+    assert [owners[expert] for expert in orders["block0.mlp.experts"]] == sorted(owners) and first in (0, 2)

@@ -10,6 +10,7 @@ import torch
 
 import mpkit as mk
 from mpkit.trace import Kind
+from tests.serial import Clusters
 
 KINDS = [
     "all_reduce",
@@ -53,7 +54,7 @@ def expected(kind: str, ranks: list[int], root: int, given: list[torch.Tensor]) 
     }[kind]()
 
 
-def test_each_collective(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_each_collective(clusters: Clusters) -> None:
     """Among all ranks, among some, and alone; from and to the first and the last of them."""
     generator = torch.Generator().manual_seed(0)
     program: list[object] = []
@@ -65,7 +66,7 @@ def test_each_collective(clusters: Callable[[int], mk.Cluster]) -> None:
     check_program(clusters, 4, program)
 
 
-def check_program(clusters: Callable[[int], mk.Cluster], world: int, program: list[object]) -> None:
+def check_program(clusters: Clusters, world: int, program: list[object]) -> None:
     got = clusters(world).run(run_program, program, world)
     for step, (kind, ranks, root, inputs) in enumerate(program):  # type: ignore[misc]
         for member, want in zip(ranks, expected(kind, ranks, root, inputs), strict=True):
@@ -97,7 +98,7 @@ def test_async_and_views(cluster: mk.Cluster) -> None:
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float64), (3, torch.bfloat16)])
 def test_gathering_and_scattering_into_a_given_tensor(
-    clusters: Callable[[int], mk.Cluster], ranks: int, dtype: torch.dtype
+    clusters: Clusters, ranks: int, dtype: torch.dtype
 ) -> None:
     """Also where the part is a place in the whole; nothing else is written to."""
 
@@ -181,7 +182,7 @@ def exchange_rows(ctx, group, numbers):  # type: ignore[no-untyped-def]
     return comm.all_to_all(torch.tensor(rows).view(-1, 2), sends=sends, receives=receives)
 
 
-def test_uneven_parts_of_an_all_to_all(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_uneven_parts_of_an_all_to_all(clusters: Clusters) -> None:
     """Some send nothing to some, one receives all, and one nothing; bytes are those that a rank sends."""
     numbers, group = [[1, 3, 0], [0, 2, 0], [4, 1, 0]], [0, 1, 3]
     found = clusters(4).run(exchange_rows, group, numbers)
@@ -215,7 +216,7 @@ def expects(ctx, sends, receives):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("wrong", [1, 3])
-def test_rows_that_are_not_those_expected(clusters: Callable[[int], mk.Cluster], wrong: int) -> None:
+def test_rows_that_are_not_those_expected(clusters: Clusters, wrong: int) -> None:
     """Rank 1 expects fewer rows than rank 0 sends, or more: no rank goes on with what was in memory before."""
     sends = [[2, 2], [2, 2]]
     for _ in range(2):

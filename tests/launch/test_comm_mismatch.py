@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import mpkit as mk
 from mpkit.launch.hang import hang
+from tests.serial import Clusters
 
 ALL, FIRST = "ranks 0, 1 and 2", "ranks 0 and 1"
 MISMATCHES: dict[str, tuple[str, list[str], list[str]]] = {
@@ -45,7 +45,7 @@ MISMATCHES: dict[str, tuple[str, list[str], list[str]]] = {
 
 @pytest.mark.parametrize(("who", "mine", "theirs"), MISMATCHES.values(), ids=MISMATCHES)
 def test_two_ranks_part(
-    clusters: Callable[[int], mk.Cluster],
+    clusters: Clusters,
     who: str,
     mine: list[str],
     theirs: list[str],
@@ -82,7 +82,7 @@ def test_two_ranks_part(
         assert "Why:" in says, says
 
 
-def test_ranks_that_agree(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_ranks_that_agree(clusters: Clusters) -> None:
     """Other strides, other tensors, other lines on each rank; 0-dim, empty, complex and bool; messages that cross."""
 
     def fn(ctx: Any) -> list[Any]:
@@ -104,7 +104,7 @@ def test_ranks_that_agree(clusters: Callable[[int], mk.Cluster]) -> None:
     assert clusters(3).run(fn) == [[[2, 2], [0, 0], [1, 1]]] * 3
 
 
-def test_more_calls_than_were_made_room_for(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_more_calls_than_were_made_room_for(clusters: Clusters) -> None:
     """The files of what ranks publish grow; a rank that runs ahead of the others grows them for all."""
 
     def fn(ctx):  # type: ignore[no-untyped-def]
@@ -124,7 +124,7 @@ def test_more_calls_than_were_made_room_for(clusters: Callable[[int], mk.Cluster
         clusters(2).run(fn)
 
 
-def test_a_call_of_torch_distributed_names_its_line(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_a_call_of_torch_distributed_names_its_line(clusters: Clusters) -> None:
     """Of torch.distributed itself: compared with the peer's, or refused by torch."""
 
     def compared(ctx):  # type: ignore[no-untyped-def]
@@ -147,7 +147,7 @@ def test_a_call_of_torch_distributed_names_its_line(clusters: Callable[[int], mk
     assert "in refused" in str(caught.value) and "distributed_c10d" not in str(caught.value)
 
 
-def test_the_nearest_message_explains_a_deadlock(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_the_nearest_message_explains_a_deadlock(clusters: Clusters) -> None:
     def fn(ctx):  # type: ignore[no-untyped-def]
         if ctx.rank:
             ctx.comm.recv(torch.zeros(3), 0, tag="F4")
@@ -169,7 +169,7 @@ def two_groups(ctx: Any, crossed: bool) -> list[float]:
     return [group.all_reduce(torch.tensor(numbers[id(group)])).item() for group in order]
 
 
-def test_two_groups_of_the_same_ranks_are_two_groups(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_two_groups_of_the_same_ranks_are_two_groups(clusters: Clusters) -> None:
     assert clusters(2).run(two_groups, False) == [[2.0, 20.0]] * 2
     with pytest.raises(mk.errors.CommMismatch, match="number 2"):
         clusters(2).run(two_groups, True)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from mpkit.common.launch_folder import reserve, write_error
+from mpkit.launch import launch as launch_module
 from mpkit.launch.failure import failure
+from mpkit.launch.process import run_folder
+from mpkit.models import MLP
 from mpkit.trace import MEMORY, OP, RankTrace, Trace
-from tests.limits import EVENT, wait_until_gone
+from tests.limits import EVENT, wait_for, wait_until_gone
+from tests.serial import Clusters
 
 
 def still_works(cluster: mk.Cluster) -> None:
@@ -169,3 +180,156 @@ def test_a_program_whose_output_nothing_reads_ends_as_others_do(tmp_path: Path) 
     finally:
         script.kill()
         script.stderr.close()  # type: ignore[union-attr]
+
+
+# ---- A launch ends, whatever fails in the process that follows it; and its cluster is usable again.
+
+
+def endless(cluster: mk.Cluster) -> Any:
+    """A training that does not end by itself, with its ranks started."""
+    data = [(torch.ones(2, 1), torch.ones(2, 1))]
+    run = cluster.train(
+        torch.nn.Linear(1, 1), data, mk.Plan.ddp(2), loss=torch.nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**6,
+    )  # fmt: skip
+    wait_for(lambda: run.pids)
+    return run
+
+
+def both_still_work(cluster: mk.Cluster) -> None:
+    assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it ends where a file is opened
+def test_whatever_ends_the_thread_ends_the_run(
+    clusters: Clusters,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = clusters(2)
+
+    def unreadable(self: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    run = endless(cluster)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_module.Launch, "_look", unreadable)
+        with pytest.raises(OSError, match="Too many open files"):
+            run.wait()
+    assert (run.status, type(run.error)) == ("failed", OSError)
+    wait_until_gone(run.pids)
+
+    run = endless(cluster)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(run._thread.ident), ctypes.py_object(SystemExit)
+    )
+    with pytest.raises(mk.errors.MpkitError, match="was ended by SystemExit"):
+        run.wait()
+    wait_until_gone(run.pids)
+    both_still_work(cluster)
+
+
+def test_a_kept_run_holds_no_file(clusters: Clusters) -> None:
+    cluster = clusters(2)
+    kept = [cluster.launch(lambda ctx: ctx.comm.barrier(), ())]
+    kept[0].finish()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        kept.append(cluster.launch(lambda ctx: ctx.comm.barrier(), ()))
+        kept[-1].finish()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def ends_with_its_group(ctx: Any) -> int:
+    """Let a DistributedDataParallel be the last to hold the group, of which a thread lets go of a profiled collective.
+
+    A thread that lets go of it needs Python's lock, under which the group's destructor would wait for the thread.
+    """
+    dist.init_process_group()
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with torch.autograd.profiler.profile():
+        work = dist.all_reduce(torch.ones(10_000_000), async_op=True)
+        dist.destroy_process_group()
+        del work, ddp
+    return ctx.rank
+
+
+def test_a_program_that_frees_its_group_ends(clusters: Callable[..., mk.Cluster]) -> None:
+    assert clusters(2).run(ends_with_its_group, timeout=EVENT) == [0, 1]
+
+
+LEAVES = """
+import os, sys, mpkit as mk
+cluster = mk.Cluster(1, device="cpu")
+cluster.run(lambda ctx: ctx.rank)
+cluster.close()
+os._exit(0)  # no exit handler runs, and the helper has ended in order
+"""
+
+
+def test_a_folder_that_nobody_holds_is_removed_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpkit-run-of-another-version").mkdir()
+    subprocess.run([sys.executable, "-c", LEAVES], env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
+    assert len([*tmp_path.glob("mpkit-run-*")]) == 2
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one, other = run_folder.empty_folder(), run_folder.empty_folder()
+    assert one.parent == other.parent
+    assert {path.name for path in tmp_path.iterdir()} == {"mpkit-run-of-another-version", one.parent.name}
+    kept = run_folder.keep(other)
+    run_folder.remove_unheld(one.parent)  # this process holds it
+    run_folder.remove_unheld(kept)  # it is to stay
+    assert one.is_dir() and kept.is_dir()
+
+
+# ---- Twenty runs, in each a rank killed at a moment of chance: nothing is left or hangs, nothing recorded is lost.
+
+
+def living_children(of: int) -> list[int]:
+    """Processes whose parent is `of`, without zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == of and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
+def test_a_rank_is_killed_at_some_moment(clusters: Clusters, seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    ranks = chance.choice([2, 3, 4])
+    cluster = clusters(ranks)
+    torch.manual_seed(seed)
+    model = MLP(8, 4, width=32, layers=6)
+    data = [(torch.randn(24, 8), torch.randn(24, 4)) for _ in range(3)]
+    run = cluster.train(
+        model,
+        data,
+        mk.Plan.gpipe(ranks, 6),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        steps=100_000,  # far longer than it will live
+    )
+    fork_server = cluster.fork_server_pid
+    ops_wanted = chance.choice([0, 1, 50, 500, 2000])  # what the victim has recorded by then, at least
+    victim = chance.randrange(ranks)
+    wait_for(lambda: run.done or (run.pids and len(run.trace.ranks[victim].ops) >= ops_wanted))
+    pids = run.pids
+    recorded = [len(rank.ops) for rank in run.trace.ranks]
+    os.kill(pids[victim], signal.SIGKILL)
+    with pytest.raises(mk.RankFailed, match=f"rank {victim} of {ranks} was killed by SIGKILL") as caught:
+        run.wait()
+    assert caught.value.signal == "SIGKILL"
+    assert not set(pids) & set(living_children(fork_server))
+
+    assert all(len(rank.ops) >= before for rank, before in zip(run.trace.ranks, recorded, strict=True))
+    again = mk.Trace.load(run.trace.save(tmp_path / "killed.mpkit"))
+    assert [len(rank.ops) for rank in again.ranks] == [len(rank.ops) for rank in run.trace.ranks]
+    assert run.timeline().world_size == ranks  # replays as far as it goes
+    assert len(run.losses) == len(run.trace.losses)

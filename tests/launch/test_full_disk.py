@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mpkit as mk
+from tests.serial import Clusters
 
 MEGABYTE = 1_000_000
 
@@ -54,7 +55,7 @@ def fill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], N
 
 
 @pytest.fixture
-def two(clusters: Callable[[int], mk.Cluster], fill: Callable[[int], None]) -> Iterator[mk.Cluster]:
+def two(clusters: Clusters, fill: Callable[[int], None]) -> Iterator[mk.Cluster]:
     fill(12 * MEGABYTE)
     linecache.clearcache()  # source of files that are gone is sent to ranks: a launch here needs the same space always
     yield clusters(2)

@@ -30,7 +30,7 @@ from mpkit.launch.session.run import Run
 from mpkit.models import GPT, MLP, ResNet
 from mpkit.plan.schedule import NAMES
 from tests.fakes import check_same as check_same_trace
-from tests.serial import EXACT, Train, Trained, trained
+from tests.serial import EXACT, Clusters, Train, Trained, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -313,9 +313,7 @@ def name_of(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_a_row_equals_serial_training(
-    train: Train, clusters: Callable[[int], mk.Cluster], tmp_path: Path, row: Row
-) -> None:
+def test_a_row_equals_serial_training(train: Train, clusters: Clusters, tmp_path: Path, row: Row) -> None:
     torch.manual_seed(1)
     plan, kind = plan_of(row), row["model"]
     steps = 2 if row["checkpoint"] == row["between"] == "-" else STEPS

@@ -16,14 +16,11 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.prepare import proof_steps
+from tests.recipes import sgd
+from tests.serial import Clusters
 
-Clusters = Callable[[int], mk.Cluster]
 DDP, WIDE = mk.Plan.ddp(2), torch.float64
 X, Y = (torch.randn(96, width, generator=torch.Generator().manual_seed(1), dtype=WIDE) for width in (6, 3))
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def net(*first: nn.Module) -> nn.Sequential:

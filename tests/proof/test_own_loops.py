@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 import mpkit as mk
+from tests.serial import Clusters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from own_loops import MISTAKES, ON_FOUR, ON_TWO, some_ranks
-
-Clusters = Callable[[int], mk.Cluster]
 
 
 def lines(ctx: Any, loops: Sequence[Callable[[Any], str]]) -> dict[str, str]:

@@ -8,7 +8,6 @@ late faults         of a fault that begins in a random step, the proof never say
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +31,10 @@ from tests.ingredients import (
     WIDTH,
 )
 from tests.proof.planted import FAULTS
+from tests.serial import Clusters
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
 
-Clusters = Callable[[int], mk.Cluster]
 EACH = 6
 TABLES: dict[str, dict[str, Any]] = {"hook": HOOKS, "loss": LOSSES, "optimizer": OPTIMIZERS, "data": DATA}
 

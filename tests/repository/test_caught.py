@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import mpkit as mk
 from mpkit.common.exceptions import fakes_or_real
 from mpkit.strategies.prepare.prepare import prepare
+from tests.recipes import sgd
 
 PACKAGE = Path(mk.__file__).parent
 
@@ -116,10 +117,6 @@ def net(*layers: nn.Module) -> nn.Sequential:
 def prepared(model: nn.Module, plan: mk.Plan, data: Any = ((X, Y),), loss: Any = F.mse_loss) -> Any:
     how: dict[str, Any] = {"ranks": plan.ranks, "steps": len(data), "optimizer": sgd}
     return prepare(model, list(data), plan, loss=loss, **how)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def reports(call: Callable[[], Any]) -> list[str]:

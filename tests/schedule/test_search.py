@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -16,6 +15,7 @@ from mpkit.plan.schedule import NAMES, Schedule, validate
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy, span
 from mpkit.prediction.schedule_search import FoundSchedule
+from tests.serial import Clusters
 
 UNEVEN: dict[str, Any] = {
     "forward": [1, 1.2, 0.8, 1.5],
@@ -112,7 +112,7 @@ def test_what_cannot_be_searched(plan: Any, options: dict[str, Any], words: str)
 # ---------------------------------------------------------------- the times of a run
 
 
-def test_with_the_times_of_a_run_and_then_run(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_with_the_times_of_a_run_and_then_run(clusters: Clusters) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     data = [(torch.randn(8, 32), torch.randn(8, 32))]

@@ -25,6 +25,7 @@ import torch
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
 from mpkit.cli.watch import CommandProgram
+from tests.serial import Clusters
 
 FOLDER = Path(__file__).parents[2] / "examples" / "systems"
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py")} - {"tiny", "serial"}
@@ -191,7 +192,7 @@ def by_plan_ddp(cluster: mk.Cluster) -> Reported:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_a_system(clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_system(clusters: Clusters, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     script = name.split()[0]
     if script in NEEDS and find_spec(NEEDS[script]) is None:
         pytest.skip(f"{NEEDS[script]} is not installed (see scripts/systems.sh)")

@@ -156,7 +156,7 @@ def _torchtitan(text: str, plan: Plan) -> None:
 
 
 def _fsdp(text: str, plan: Plan) -> None:
-    exec(text, {})  # what it does with ranks: tests/formats/test_fsdp_code.py
+    exec(text, {})  # what it does with ranks: tests/formats/test_files.py
 
 
 def _trainer(text: str, plan: Plan) -> None:

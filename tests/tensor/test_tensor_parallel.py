@@ -15,8 +15,8 @@ import mpkit as mk
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.stage.shard import HeldPart, put_together
 from mpkit.strategies.tensor import shard_model
+from tests.serial import Clusters
 
-Clusters = Callable[[int], mk.Cluster]
 PLAIN: dict[str, Any] = {}
 SEQUENCE = {"sequence": True}
 SLOW = {"overlap": False}

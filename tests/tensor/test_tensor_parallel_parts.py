@@ -21,8 +21,8 @@ from mpkit.strategies.tensor import shard_model
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, scatter
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace import Kind
+from tests.serial import Clusters
 
-Clusters = Callable[[int], mk.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from mpkit.models import GPT, MLP
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.tensor import check, shard_model
 from tests.recipes import sgd
-from tests.serial import Train
+from tests.serial import Clusters, Train
 from tests.zoo.architectures import ARCHITECTURES, build
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
@@ -62,7 +61,7 @@ def unknown_on_a_rank(ctx: Any, model: nn.Module, plan: mk.tensor.TensorPlan, x:
     return mk.tensor_parallel(ctx, model, plan)(x)
 
 
-def test_an_unknown_model_gets_a_plan_to_paste(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_an_unknown_model_gets_a_plan_to_paste(clusters: Clusters) -> None:
     model, x = Unknown().double(), torch.randint(5, (3,))
     with pytest.raises(ValueError, match="No TensorPlan is known for Unknown") as caught:
         mk.tensor.find_tensor_plan(model)

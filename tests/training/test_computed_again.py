@@ -15,12 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.strategies.stage.selective_recompute import AttentionAgain
+from tests.recipes import sgd
 from tests.serial import Train, check_equal
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
 
 HOW: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 3}
 

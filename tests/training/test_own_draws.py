@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.launch.session.run import Run
+from tests.serial import Train
 
-Train = Callable[..., Run]
 WIDTH, LENGTH = 16, 8
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
+from tests.serial import Clusters
 
 Step = Callable[[int, Any, torch.optim.Optimizer, Tensor, Tensor, bool], None]
 
@@ -284,7 +285,7 @@ def _apart(ctx: Any, program: Program) -> Any:
         return str(error)
 
 
-def test_a_program_is_as_the_plain_loop_or_refused(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_a_program_is_as_the_plain_loop_or_refused(clusters: Clusters) -> None:
     for found in clusters(2).run(run, list(PROGRAMS)):
         for name, program in PROGRAMS.items():
             words, what = program.refused, found[name]

@@ -20,11 +20,11 @@ import mpkit as mk
 from mpkit.models import GPT
 from mpkit.strategies.tensor import operators, shards
 from mpkit.strategies.wrappers.pipeline import PipelineParallel
+from tests.serial import Clusters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import Branches, Normed, Toy, adamw, data, mine, momentum
 
-Clusters = Callable[[int], mk.Cluster]
 Wrap = Callable[..., Any]
 
 

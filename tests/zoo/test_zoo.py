@@ -10,7 +10,6 @@ since parts of the model compute in float32; or it is rejected before a rank sta
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 import mpkit as mk
 from mpkit.strategies.experts.divide import find_experts
 from tests.recipes import sgd
-from tests.serial import serial
+from tests.serial import Clusters, serial
 from tests.zoo.architectures import ARCHITECTURES, Architecture, batch_of, build, loss_of
 
 STEPS = 3
@@ -68,7 +67,7 @@ def trains_equally(cluster: mk.Cluster, one: Architecture, plan: mk.Plan) -> boo
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("column", PLANS)
 def test_models_train_as_in_plain_pytorch_or_are_rejected(
-    clusters: Callable[[int], mk.Cluster], column: str, monkeypatch: pytest.MonkeyPatch
+    clusters: Clusters, column: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")  # on the ranks too
     counted = {

@@ -8,7 +8,7 @@ For all layouts at once, as one `Layout` of arrays:
     time       priced for what fits only; a formula stands for the pipeline, and the best layouts are then played
 
 What is left out is never better than what is kept, so the best layout found is the best there is;
-tests/advice/test_search.py compares the two.
+tests/advice/test_advice.py compares the two.
 
 Objective: what is best of the plans that fit.
 

@@ -8,7 +8,7 @@ visible and yet looks like nothing being done. Memory has violets, and the cause
 The axes of a mesh have colours of their own, with paler tints, shared by every picture of the mesh.
 
 A colour with less than 3:1 against the background is drawn with an outline (`outline`), as WCAG 1.4.11 asks of marks.
-`tests/views/test_colours.py` computes contrasts, and distances as deuteranopes see them.
+`tests/views/test_pictures.py` computes contrasts, and distances as deuteranopes see them.
 """
 
 from __future__ import annotations
