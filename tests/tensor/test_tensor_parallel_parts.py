@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -235,4 +236,8 @@ def test_what_is_kept_for_the_backward() -> None:
     shares = copy.deepcopy(model)
     sharded = shard_model(shares, FakeGroup(t), sequence=True)
     assert sharded.plan.sequence == ("block0", "head.norm")
+    entered: list[weakref.ref[Tensor]] = []  # by the regions, as whole sequences
+    for region in (shares.block0.attention.qkv, shares.block0.mlp.up):
+        region.register_forward_pre_hook(lambda _, x: entered.append(weakref.ref(x[0])))
     assert kept(shares, parts=t) == whole / t
+    assert [x() for x in entered] == [None, None]
