@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.replicas.flat import Flat
+from mpkit.trace import Kind
 from tests.serial import Train, check_equal
 
 
@@ -212,3 +213,24 @@ def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train
     data = [(torch.randn(4, 3), torch.randn(4, 3))]
     with pytest.raises(mk.RankFailed, match=r"of a parameter of shape \[3, 3\] that is sharded"):
         train(model, data, mk.Plan.zero(3, 2), loss=F.mse_loss, optimizer=plain)
+
+
+# ---------------------------------------------------------------- what is pending
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_second_reduce_scatter_before_is_complete_when_one_starts(train: Train, zero: int) -> None:
+    """Each has memory of its own until then: of the parts that gloo receives."""
+    torch.manual_seed(8)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    plan = mk.Plan.zero(zero, 2, bucket_mb=1e-5)
+    run = train(model, [(torch.randn(4, 4), torch.randn(4, 4))], plan, loss=F.mse_loss, optimizer=plain)
+    for part in run.trace.ranks:
+        pending, most = set[int](), 0
+        for number, op in enumerate(part.ops):
+            if op["kind"] == Kind.REDUCE_SCATTER:
+                pending.add(number)
+                most = max(most, len(pending))
+            elif op["kind"] == Kind.WAIT:
+                pending.discard(int(op["ref"]))
+        assert most == 2
