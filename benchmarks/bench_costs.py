@@ -1,6 +1,7 @@
 """What single calls cost, and how far predictions are from runs: one function per row or group of rows.
 
     estimate       `mk.estimate` of a further plan, memory included, beside the first one of a fresh process
+    advise         `mk.advise` in a fresh process, imports included
     predicted      step times that `Run.what_if` predicts beside runs of the changed plans, on the virtual clock
     replay         operations per second that a replay puts on the clock; actions per second of `mk.simulate`
     read           a profiler's trace, imported in a process of its own, beside `json.loads` of its events
@@ -91,6 +92,24 @@ def estimate() -> Iterator[Row]:
         warm = _seconds(every) / len(plans)
         against = f"of the first in a fresh process, imports included: {cold:.2f} s"
         yield row(f"estimate: {title} ranks, a further plan", 1e3 * warm, "ms", warm / cold, against)
+
+
+SEARCH = """
+import time
+begun = time.perf_counter()
+import mpkit as mk
+found = mk.advise({0!r}, {1!r}, global_batch={2}, sequence=8192)
+str(found)
+print(time.perf_counter() - begun, found.considered)
+"""
+
+
+def advise() -> Iterator[Row]:
+    """Measure the search for a plan of each model."""
+    for title, (model, machine, batch, ranks) in MODELS.items():
+        code = [sys.executable, "-c", SEARCH.format(model, machine, 4 * batch if ranks == 8 else batch)]
+        seconds, considered = map(float, subprocess.check_output(code, text=True).split())
+        yield row(f"advise: {title} ranks, {considered:,.0f} plans, from cold", seconds, "s")
 
 
 STEPS, ROUNDS, WITHIN = 8, 3, 0.15
@@ -310,6 +329,6 @@ def comparison() -> Iterator[Row]:
 
 def measure() -> Iterator[Row]:
     """Yield the rows; `python -m benchmarks costs proof` yields those of one function."""
-    every = (estimate, predicted, replays, read, proof, watch, comparison)
+    every = (estimate, advise, predicted, replays, read, proof, watch, comparison)
     for function in [each for each in every if each.__name__ in sys.argv[1:]] or every:
         yield from function()

@@ -6,7 +6,6 @@ process and stops in rank 0 when its all_reduce is done; all of them read the ma
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
@@ -102,42 +101,4 @@ def measure() -> list[Row]:
     for side in ("spawn", "torchrun"):
         ratio = median[side] / median["mpkit"]
         rows.append(row(f"launch: the same by {side}", median[side], "s", ratio, "times mpkit's warm launch"))
-    return [*rows, *_starts()]
-
-
-# ---------------------------------------------------------------- the first training
-
-START = """
-import json, time
-import torch
-import mpkit as mk
-
-def times(cluster, begin):
-    run = cluster.train(model, data, mk.Plan.gpipe(4, 8), loss=next_token_loss, optimizer=torch.optim.AdamW, steps=20)
-    returned = time.monotonic()
-    run.wait()
-    first = min(int(rank.ops["start"].min()) for rank in run.trace.ranks) / 1e9
-    return [returned - begin, first - begin]
-
-begin = time.monotonic()
-from mpkit.data import text_batches
-from mpkit.models import GPT, next_token_loss
-model, data = GPT(layers=4, width=64), text_batches(batch=32, length=32, steps=20)
-with mk.Cluster(ranks=4, device="cpu") as cluster:
-    fresh = times(cluster, begin)
-    print(json.dumps([fresh, times(cluster, time.monotonic())]))
-"""
-
-
-def _starts() -> list[Row]:
-    """Measure the first training of fresh processes, timed from just after `import torch, mpkit`, beside the second."""
-    turns = []
-    for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", START], check=True, capture_output=True, text=True)
-        turns.append(json.loads(done.stdout.splitlines()[-1]))
-    rows = []
-    for i, what in enumerate(("train returns", "the first operation is recorded")):
-        fresh, warm = (statistics.median(turn[which][i] for turn in turns) for which in (0, 1))
-        name = f"start: fresh process until {what}"
-        rows.append(row(name, fresh, "s", fresh / warm, f"times the second training ({warm:.3g} s)"))
     return rows

@@ -1,4 +1,4 @@
-"""What recording costs: per op, and per training step with everything recorded; beside torch.profiler.
+"""What recording costs: per op, and per training step with everything recorded.
 
 The step is that of a small GPT on one thread, with AdamW. A model's steps are run in turn, some recorded and some not,
 so that other load on the machine, and the place of the model in memory, affect both alike.
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.pairing import Row, row
 from mpkit.models import GPT
@@ -53,22 +52,13 @@ def _ops(folder: Path) -> Iterator[Row]:
         index = record.begin(Kind.SEND, group="0>1#3", number=5, peer=1, nbytes=1000, where="pipeline.py:100")
         return lambda: record.end(index)
 
-    def profiled() -> Callable[[], None]:
-        region = record_function("F")
-        region.__enter__()
-        return lambda: region.__exit__(None, None, None)
-
     ops = {
         "an op of no length": _cost(compute, busy=0),
         "an op of 0.5 ms": _cost(compute, busy=BUSY),  # long enough to need a reading of the CPU clock
         "communication": _cost(message, busy=0),
     }
-    with profile(activities=[ProfilerActivity.CPU]):
-        profiler = _cost(profiled, busy=0)
     for name, cost in ops.items():
         yield row(f"record: begin and end of {name}", cost / 1e3, "us", cost / 2000, "of the limit of 2 us")
-    first = next(iter(ops.values()))
-    yield row("record: the same by torch.profiler", profiler / 1e3, "us", profiler / first, "times mpkit's")
 
 
 def _cost(begin: Callable[[], Callable[[], None]], *, busy: int) -> float:
@@ -148,9 +138,6 @@ def _steps(folder: Path) -> Iterator[Row]:
             yield row(name, 100 * share, "% longer", None, "off unless asked for")
         else:
             yield row(name, 100 * share, "% longer", 50 * share, "of the limit of 2 %")
-    training = _Training(1)
-    base, share = _pairs(training, _profiling, pairs=2)
-    yield row(f"record: a step of {base * 1e3:.0f} ms by torch.profiler", 100 * share, "% longer", None, "")
 
 
 def _recording(training: _Training, record: Recorder) -> Callable[[], AbstractContextManager[None]]:
@@ -163,12 +150,6 @@ def _recording(training: _Training, record: Recorder) -> Callable[[], AbstractCo
         watched.close()
 
     return on
-
-
-@contextmanager
-def _profiling() -> Iterator[None]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_flops=True):
-        yield
 
 
 def _pairs(

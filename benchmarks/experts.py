@@ -1,4 +1,4 @@
-"""Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts`.
+"""Published steps of mixtures of experts beside their estimates (tests/cost_model/test_golden.py).
 
 `expert_rows/` has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the
 peak by Megatron-Core on H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf` at d98e8a6: forward and backward of
@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
-from mpkit.prediction.advice.advice import Advice
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layer import LayerModel, peak_of
 from mpkit.prediction.cost_model.layout import Layout
@@ -28,7 +24,7 @@ from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.prediction.cost_model.step import StepModel
 
-__all__ = ["EXPERT_ROWS", "FoldingRow", "advised_for", "main", "read_rows", "seconds_of_layer"]
+__all__ = ["EXPERT_ROWS", "MODELS", "FoldingRow", "read_rows", "seconds_of_layer"]
 
 EXPERT_ROWS = Path(__file__).with_name("expert_rows")
 FOLDING = "moe_folding_T3.csv"
@@ -143,32 +139,3 @@ def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
         for side in ("forward", "backward")
     )
     return forward, backward
-
-
-def main() -> None:
-    """Print the report."""
-    rows = read_rows(EXPERT_ROWS / FOLDING)
-    table = Table(title="Utilization of the peak", title_justify="left")
-    for name in ("model", "method", "measured", "predicted"):
-        table.add_column(name, justify="left" if name in ("model", "method") else "right")
-    for row in rows:
-        table.add_row(row.model, row.method, f"{row.utilization:.1%}", f"{row.predicted:.1%}")
-    for model in MODELS:
-        advice = advised_for(next(row for row in rows if row.model == model))
-        table.add_row(model, f"advised: {advice.best!r}", "", f"{advice.answer.mfu:.1%}")
-    Console(width=160).print(table)
-
-
-def advised_for(row: FoldingRow) -> Advice:
-    """Return the advice for a row's model, batch and machine, with what Megatron had when the table was published.
-
-    Forwards and backwards that run in pairs, to hide the all-to-alls of each other, came later.
-    """
-    return mk.advise(
-        MODELS[row.model], row.machine, global_batch=row.layouts[0].global_batch, sequence=row.sequence,
-        stack=stack_of("megatron", overlaps_pairs=False),
-    )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 NVLink     the latency, and the rate of an all-reduce, of nccl-tests sweeps (collectives.csv)
 EFA        the latency of a hop between nodes, to the sweep of 4 nodes of 8 B200
-loopback   the latency, and a rate for each kind (loopback.csv, which `benchmarks.measure_loopback` writes)
+loopback   the latency, and a rate for each kind (loopback.csv)
 """
 
 from __future__ import annotations

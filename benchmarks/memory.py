@@ -35,71 +35,21 @@ VOCAB, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 2048, 128, 8, 128, 4, 4
 # ---- models
 
 
-def gpt() -> nn.Module:
-    """Return the kit's GPT."""
-    return GPT(vocab=VOCAB, length=LENGTH, layers=LAYERS, width=WIDTH, heads=HEADS)
+def built(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Return what makes a model of transformers with random weights."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        made: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+        return made
+
+    return build
 
 
-def gpt2() -> nn.Module:
-    """Return transformers' GPT-2, whose head is tied to its embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    """Return transformers' Llama, with grouped-query attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=352, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def bert() -> nn.Module:
-    """Return transformers' BERT."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH, max_position_embeddings=LENGTH, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForMaskedLM(config)
-
-
-def resnet() -> nn.Module:
-    """Return the kit's ResNet."""
-    return ResNet(3, 10, width=32)
-
-
-def vit() -> nn.Module:
-    """Return transformers' ViT."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=4 * WIDTH,
-        image_size=64, patch_size=8, num_labels=100, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return ViTForImageClassification(config)
-
-
-def mixtral() -> nn.Module:
-    """Return transformers' Mixtral, whose experts are one grouped product."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
-        num_attention_heads=HEADS, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=LENGTH,
-        use_cache=False,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
+OF_LAYERS = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OF_TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH}
 
 
 class LSTM(nn.Module):
@@ -148,15 +98,41 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "GPT": Case(gpt, tokens, next_token_loss),
-    "HF GPT-2": Case(gpt2, tokens, of_logits),
-    "HF Llama": Case(llama, tokens, of_logits),
-    "HF BERT": Case(bert, tokens, of_logits),
-    "ResNet": Case(resnet, lambda: pictures(32), F.cross_entropy),
-    "HF ViT": Case(vit, lambda: pictures(64), of_logits),
-    "HF Mixtral": Case(mixtral, tokens, of_logits),
+    "GPT": Case(
+        lambda: GPT(vocab=VOCAB, length=LENGTH, layers=LAYERS, width=WIDTH, heads=HEADS), tokens, next_token_loss
+    ),
+    "HF GPT-2": Case(  # whose head is tied to its embedding
+        built(
+            "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS,
+            n_head=HEADS, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None,
+            eos_token_id=None,
+        ), tokens, of_logits,
+    ),
+    "HF Llama": Case(  # with grouped-query attention
+        built(
+            "LlamaForCausalLM", "LlamaConfig", **OF_LAYERS, **OF_TOKENS, intermediate_size=352, num_key_value_heads=2,
+            use_cache=False,
+        ), tokens, of_logits,
+    ),
+    "HF BERT": Case(
+        built("BertForMaskedLM", "BertConfig", **OF_LAYERS, **OF_TOKENS, **NO_DROPOUT, intermediate_size=4 * WIDTH),
+        tokens, of_logits,
+    ),
+    "ResNet": Case(lambda: ResNet(3, 10, width=32), lambda: pictures(32), F.cross_entropy),
+    "HF ViT": Case(
+        built(
+            "ViTForImageClassification", "ViTConfig", **OF_LAYERS, **NO_DROPOUT, intermediate_size=4 * WIDTH,
+            image_size=64, patch_size=8, num_labels=100,
+        ), lambda: pictures(64), of_logits,
+    ),
+    "HF Mixtral": Case(  # whose experts are one grouped product
+        built(
+            "MixtralForCausalLM", "MixtralConfig", **(OF_LAYERS | {"num_hidden_layers": 2}), **OF_TOKENS,
+            intermediate_size=2 * WIDTH, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+        ), tokens, of_logits,
+    ),
     "LSTM": Case(LSTM, tokens, next_token_loss),
-}
+}  # fmt: skip
 PLANS = {"plain": mk.Plan.serial(), "recomputed": mk.Plan(recompute="full"), "zero3": mk.Plan.zero(3, 2)}
 
 

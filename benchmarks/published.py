@@ -13,7 +13,7 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +21,28 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published_rows import read_folder
+from mpkit.prediction.advice.search import PLAYED, LayoutPrices, search, sort_played
+from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.calibrate import Observation, left_out, preset_of
 from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 
-__all__ = ["accuracy_table", "allocated", "fit_all", "key_of", "main", "memory_table", "stacks_left_out"]
+__all__ = [
+    "accuracy_table",
+    "allocated",
+    "fit_all",
+    "key_of",
+    "main",
+    "published_beside_found",
+    "stacks_left_out",
+]
 
 PRESETS = Path(__file__).parents[1] / "mpkit" / "prediction" / "cost_model" / "presets.csv"
 
 ACCURACY = Path(__file__).parents[1] / "docs" / "accuracy.md"
 BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --page -->", "<!-- end -->"
+
 
 RESERVED = {"torchtitan": "reserved"}
 """Tables that publish what the allocator has reserved: more than is allocated at the peak."""
@@ -47,6 +58,13 @@ LIKE: dict[Key, Key] = {
     ("H200 SXM", "torchtitan-compile"): ("H100 SXM 96GB HBM2e", "torchtitan-compile"),
 }
 """Where few rows are at hand: the preset that is the prior of this one."""
+
+
+BEST = ("nanotron_best_configs", "megatron_sc21_table1", "megatron_sc21_table2_zero3")
+"""Tables of configurations that their authors chose as the best: of a sweep, and by their rules."""
+RULED = "megatron_sc21_table1", "megatron_sc21_table2_zero3"
+"""Of these, the tables whose tp no sweep chose: it follows the rule of tensor parallelism up to the devices of a node
+before pipelines (Narayanan et al. 2021, section 3, takeaways 1 and 2)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,6 +227,39 @@ def memory_table(console: Console, steps: list[Observation]) -> None:
     console.print(table)
     for stack, errors in by_stack.items():
         console.print(f"memory, {stack}: {np.mean(errors):.1%} off in the mean of {len(errors)} rows")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published configuration beside the best found.
+
+    Attributes:
+        step: the published step.
+        found: its predicted time over that of the best that its software offers; nan where nothing fits.
+        searched: its predicted time over that of the best in what its authors left open.
+    """
+
+    step: Observation
+    found: float
+    searched: float
+
+
+def published_beside_found(folder: Path) -> list[Beside]:
+    """Price each published best configuration beside the best that the search finds."""
+    out = []
+    for step in read_folder(folder)[0]:
+        if step.source not in BEST:
+            continue
+        preset = preset_for(*key_of(step))
+        asked = TrainingQuestion(step.model, step.layout.global_batch, step.sequence)
+        priced = LayoutPrices(asked, step.hardware, step.stack, preset)
+        roomy, full, _ = search(priced, step.layout.ranks)  # authors fill their memory
+        found = sort_played(priced, [roomy, full], lambda seconds, _: (seconds, seconds), PLAYED)
+        predicted, ruled = step.predict_seconds(preset.constants), step.source in RULED
+        left_open = [each for each in found if not ruled or each.layout.tp == step.layout.tp]
+        ratios = [predicted / some[0].seconds if some else float("nan") for some in (found, left_open)]
+        out.append(Beside(step, *ratios))
+    return out
 
 
 def _write(presets: Iterable[Preset]) -> None:

@@ -5,12 +5,8 @@ describe       the layers of an nn.Module
 resharding     what is sent where a layer wants its input divided in another way than it is
 price          time and memory of a layer under a split, with mpkit's roofline and its collectives
 chain_search   dynamic programming over the chain, under a memory limit; brute force
-metropolis     FlexFlow's own search, a Markov chain
 strategies     `layer_strategies`
 result         what it returns
-executable     what real ranks can execute of it
-execute        the strategy found, on real ranks
-layout_exchange  resharding on real ranks
 soap_...       one layer split by sample, operator, attribute and parameter, on two real ranks: `soap`
 operators_at_once  a layer norm's mean and standard deviation on two ranks at the same time
 """

@@ -5,28 +5,20 @@ Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from examples.flexflow.chain_search import Choice, fastest, least_memory, price_choice
-from examples.flexflow.executable import run_on
-from examples.flexflow.execute import LayerRun
 from examples.flexflow.layer import Layer, Split
-from examples.flexflow.metropolis import MarkovWalk, metropolis
 from examples.flexflow.price import ChainPrices
 from examples.flexflow.table import layers_html, layers_text
 from mpkit.common.display import data_frame
 from mpkit.common.units import bytes_text
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
-from mpkit.launch.session.cluster import Cluster
-from mpkit.plan.kinds import real, whole
+from mpkit.plan.kinds import real
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,31 +104,6 @@ class LayerStrategies:
             places.append(max(only, key=lambda i: splits[i].degree))
         return tuple(places)
 
-    def by_mcmc(self, budget: int = 10_000, seed: int = 0, beta: float | None = None) -> MarkovWalk:
-        """Return what FlexFlow's Markov chain finds within a number of proposals, to compare.
-
-        It starts at data parallelism, or where that does not fit, at the least memory.
-
-        >>> from examples.flexflow import Layer, layer_strategies
-        >>> found = layer_strategies([Layer("fc", 8, 8, 128, 72, parameter=8)] * 3, "4x-a100-nvlink", batch=8)
-        >>> found.by_mcmc(budget=500).time >= found.time
-        True
-
-        Args:
-            budget: the number of proposals.
-            seed: of its random numbers.
-            beta: see `examples.flexflow.metropolis`.
-
-        Raises:
-            ValueError: the budget is no number of proposals.
-        """
-        if (whole(budget) or 0) < 1:
-            raise ValueError(f"by_mcmc(budget={budget!r}): the number of proposals, 1 or more")
-        costs, start = self.priced.costs, self.uniform["sample"]
-        if start.memory > self.limit:
-            start = least_memory(costs)
-        return metropolis(costs, start.splits, budget, seed, self.limit, beta)
-
     def again(
         self, *, hardware: Hardware | str | None = None, memory: float | None = None
     ) -> LayerStrategies:
@@ -149,34 +116,6 @@ class LayerStrategies:
         if hardware is None:
             return search_chain(priced, memory)
         return search_chain(ChainPrices(priced.layers, find(hardware), priced.batch, priced.dtype), memory)
-
-    def run(
-        self, cluster: Cluster, model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], *,
-        loss: Callable[[Any, Any], Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    ) -> LayerRun:  # fmt: skip
-        """Train a model with this strategy on real ranks: the losses and weights are those of serial training.
-
-        >>> import mpkit as mk
-        >>> from examples.flexflow import layer_strategies
-        >>> model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        >>> found = layer_strategies(model, "2x-titan-rtx", batch=4)
-        >>> data = [(torch.randn(4, 8), torch.randn(4, 4))] * 3
-        >>> with mk.Cluster(2, device="cpu") as cluster:
-        ...     run = found.run(cluster, model, data, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
-        >>> len(run.losses), sorted(run.state_dict)
-        (3, ['0.bias', '0.weight', '2.bias', '2.weight'])
-
-        Args:
-            cluster: as many ranks as the strategy has devices.
-            model: what it was found for; its weights are read and not changed.
-            data: (inputs, targets) for each step, whole batches.
-            loss: loss(outputs, targets) of a whole batch -> a scalar.
-            optimizer: optimizer(params) -> a torch.optim.Optimizer.
-
-        Raises:
-            ValueError: ranks cannot execute it; the message says what they could.
-        """
-        return run_on(self, cluster, model, data, loss, optimizer)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per layer: its name, the degrees, the seconds by what they are spent on, and memory in bytes."""

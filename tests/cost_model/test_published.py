@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.bench_advise import published_beside_found
 from benchmarks.gpu.one_gpu import GPTS
 from benchmarks.published import (
     ACCURACY,
@@ -18,6 +17,7 @@ from benchmarks.published import (
     allocated,
     fit_all,
     key_of,
+    published_beside_found,
     stacks_left_out,
 )
 from benchmarks.published_rows import read_folder

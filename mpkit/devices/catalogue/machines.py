@@ -7,7 +7,7 @@
     measured_links.csv  links whose latency and rates were measured or fitted (`benchmarks.fit_links`)
     machines.csv        machines that were measured as a whole
     collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth
-    loopback.csv        Gloo over the loopback interface, measured by `benchmarks.measure_loopback`
+    loopback.csv        Gloo over the loopback interface, between two ranks on an idle machine of two cores
 
 Every row names its source. A figure is *published* (a data sheet or a published measurement), *fitted* to published
 measurements, or *assumed*, with the reason. An assumed figure is a guess; check it before you rely on it.

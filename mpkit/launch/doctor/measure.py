@@ -1,7 +1,7 @@
 """Short measurements on ranks of this machine: messages, all-reduces, loading data.
 
-Two ranks on CPUs, or one per GPU. As in `benchmarks/measure_loopback.py`, a call lasts from when its last rank arrives
-until its last rank is done, and the fastest tenth counts, since other load can only add time.
+Two ranks on CPUs, or one per GPU. A call lasts from when its last rank arrives until its last rank is done, and the
+fastest tenth counts, since other load can only add time.
 """
 
 from __future__ import annotations
