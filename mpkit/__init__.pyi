@@ -13,7 +13,6 @@ from mpkit.errors import RankFailed as RankFailed
 from mpkit.launch import watch as watch
 from mpkit.launch.doctor.doctor import doctor as doctor
 from mpkit.launch.session.cluster import Cluster as Cluster
-from mpkit.launch.session.run_list import runs as runs
 from mpkit.plan.chunks import attention_work as attention_work
 from mpkit.plan.plan import Plan as Plan
 from mpkit.plan.schedule import Schedule as Schedule

@@ -90,7 +90,7 @@ def _add_doctor(commands: Commands) -> None:
     doctor = add_command(
         commands, "doctor", "examine this machine: devices, links, host and variables",
         "It looks at GPUs and whether they are alike, NVLink, PCI Express, P2P, RAM per GPU, CPUs, shared memory, "
-        "limits, ports, NCCL's variables, the driver and torch, and measures two ranks. Each finding has its "
+        "limits, NCCL's variables, the driver and torch, and measures two ranks. Each finding has its "
         "evidence, what it costs and what fixes it. The exit status is 1 if something costs.",
         example="mpkit doctor out of memory", run=_doctor,
     )  # fmt: skip

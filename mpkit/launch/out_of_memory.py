@@ -1,23 +1,21 @@
-"""What a rank held when it ran out of memory, by category, and changes of the plan that would help, with their prices.
+"""What a rank held when it ran out of memory, by category, and a change of the plan that would help.
 
 The rank reports the picture (`mpkit.strategies.runtime.memory_picture`); the plan is in the trace's meta.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from mpkit.common.units import memory_text
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
-from mpkit.plan.schedule.catalogue import GPIPE, ONE_F_ONE_B, SCHEDULES
 from mpkit.trace import CATEGORIES, Trace
 
 __all__ = ["out_of_memory_text"]
 
-MOST = 3
 BAR = 24
 
 
@@ -37,7 +35,7 @@ def out_of_memory_text(rank: int, picture: Mapping[str, Mapping[str, int]], trac
             "What would help: fewer samples at once, sharded states, recomputed activations; `mpkit doctor oom`."
         )
     else:
-        lines += _advice(Plan.from_json(trace.meta["plan"]), held, trace.meta)
+        lines.append(_advice(Plan.from_json(trace.meta["plan"]), held))
     return "\n".join(lines)
 
 
@@ -67,55 +65,27 @@ def _allocator(device: Mapping[str, int], held: int) -> list[str]:
     ]
 
 
-def _advice(plan: Plan, held: Mapping[str, int], meta: Mapping[str, Any]) -> list[str]:
-    """Return the first changes that a Plan accepts, those first that save most of what the rank held most of."""
+def _advice(plan: Plan, held: Mapping[str, int]) -> str:
+    """Return the first change that the plan accepts, of those that save what the rank held most of.
+
+    >>> print(_advice(Plan(dp=2), {"params": 2, "activations": 1}))
+    Parameters, gradients and optimizer states take most of it. What would help: mk.Plan(dp=2, zero=1). mk.fits(model, \
+plan, ...) says how much a rank then needs, and what else would help.
+    """
     activations = held.get("activations", 0)
-    whole = activations > sum(held.values()) - activations
-    changes = sorted(
-        _changes(plan, meta), key=lambda change: change[0] != ("activations" if whole else "states")
-    )
-    lines: list[str] = []
-    for _, why, price, fields in changes:
+    changes: tuple[dict[str, Any], ...]
+    if activations > sum(held.values()) - activations:
+        what, changes = "Activations take", ({"recompute": "full"}, {"microbatches": 2 * plan.microbatches})
+    else:
+        what = "Parameters, gradients and optimizer states take"
+        sharded = {"zero": min(plan.zero + 1, 3), "data_parallel": "ddp"} if plan.shards > 1 else {}
+        changes = {"dp": 2, "zero": 3} if plan.ranks == 1 else sharded, {"offload": "optimizer"}
+    for fields in changes:
         with suppress(ValueError):  # a Plan that rejects the combination
             changed = change_plan(plan, **fields)
-            if changed != plan and len(lines) < MOST:
-                lines.append(f"  {len(lines) + 1}. mk.{changed}: {why} (costs {price})")
-    if not lines:
-        return [
-            "No change of the plan that mpkit knows would save more: more ranks, or a smaller model or batch."
-        ]
-    head = (
-        f"{'Activations take' if whole else 'Parameters, gradients and optimizer states take'} most of it. "
-    )
-    return [f"{head}What would help {plan}; mk.fits(model, plan) says how much each needs:", *lines]
+            if changed != plan:
+                return f"{what} most of it. What would help: mk.{changed}. {HOW_MUCH}"
+    return f"{what} most of it: more ranks, or a smaller model or batch. {HOW_MUCH}"
 
 
-Change = tuple[str, str, str, dict[str, Any]]
-"""What it saves most of, why, its price, and the fields of the plan that it changes."""
-
-
-def _changes(plan: Plan, meta: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield changes of a plan that save memory, the cheaper and larger ones first."""
-    m, batch = plan.microbatches, int(meta.get("batch_size") or 0)
-    if plan.pp > 1 and isinstance(plan.schedule, str) and SCHEDULES[plan.schedule].holds_all:
-        fields = {"schedule": ONE_F_ONE_B, "virtual_stages": 1}
-        yield "activations", "activations of p micro-batches, not of m", "nothing", fields
-    if plan.ranks == 1:
-        fields = {"dp": 2, "zero": 3, "schedule": GPIPE}
-        yield "states", "half of the states and of the batch", "a second GPU", fields
-    if plan.shards > 1 and plan.zero < 3:
-        traffic = "1.5 times the traffic of DDP" if plan.zero == 2 else "as much traffic as DDP"
-        what = ("optimizer states", "gradients", "parameters")[plan.zero]
-        ddp = {"data_parallel": "ddp"} if plan.data_parallel == "dp" else {}
-        yield "states", f"{what} divided by {plan.shards}", traffic, {"zero": plan.zero + 1, **ddp}
-    if plan.pp == 1 and plan.dp > 1 and not plan.zero and not 0 < batch < max(m, 2 * plan.dp):
-        fields = {"pp": plan.dp, "dp": 1, "schedule": ONE_F_ONE_B, "microbatches": max(m, 2 * plan.dp)}
-        yield "states", "a stage in place of a replica", "a bubble", fields
-    if not 0 < batch < 2 * m * plan.dp:
-        yield "activations", "activations of fewer samples", "smaller kernels", {"microbatches": 2 * m}
-    if plan.recompute != "full":
-        yield "activations", "activations inside blocks", "one more forward per step", {"recompute": "full"}
-    if plan.precision == "full" and meta.get("dtype", "float32") in ("float32", "float64"):
-        yield "activations", "activations and gradients in 16 bits", "rounding", {"precision": "bf16"}
-    if plan.offload == "none" and meta.get("device") != "cpu":
-        yield "states", "optimizer states on the host", "copies, and the CPU's step", {"offload": "optimizer"}
+HOW_MUCH = "mk.fits(model, plan, ...) says how much a rank then needs, and what else would help."

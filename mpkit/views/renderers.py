@@ -42,10 +42,6 @@ RENDERERS = {
         "svg": f"{RESULTS}.comparison:what_if_svg",
         "widget": f"{RESULTS}.comparison:what_if_view",
     },
-    "RunList": {
-        "text": f"{RESULTS}.tables:run_list_text",
-        "widget": f"{RESULTS}.tables:run_list_view",
-    },
     "CommVolume": {
         "text": f"{RESULTS}.tables:volume_text",
         "html": f"{RESULTS}.tables:volume_html",
@@ -60,7 +56,6 @@ RENDERERS = {
     },
     "CheckupReport": {
         "text": f"{RESULTS}.checkup:report_text",
-        "html": f"{RESULTS}.checkup:report_html",
         "terminal": f"{RESULTS}.checkup:print_report",
     },
     # ---- charts

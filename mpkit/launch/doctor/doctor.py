@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
@@ -23,7 +23,7 @@ __all__ = ["doctor", "judge"]
 
 @public
 @answers('mk.doctor("slow scaling")', {"fast": "To leave out what is measured: quick=True."})
-def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -> CheckupReport:
+def doctor(topic: str | None = None, *, quick: bool = False) -> CheckupReport:
     """Examine this machine: devices, links, host, variables, and what two ranks measure.
 
     Nothing is changed, and nothing is sent anywhere. It takes some seconds; what cannot be asked is listed as not
@@ -32,26 +32,20 @@ def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -
     Args:
         topic: a common issue: "gpus not found", "gpu 0 busier", "out of memory", "slow scaling", "nccl time-outs"; the
             report then has its steps and the findings that belong to it. "variables" explains those of nccl one by one.
-        data: a dataset (with `__getitem__` and `__len__`), to measure how fast it loads.
         quick: leave out what is measured on ranks.
 
     Raises:
-        ValueError: there is no such topic, or `data` is no dataset.
+        ValueError: there is no such topic.
     """
     begin = monotonic()
     asked = None if topic is None else find_topic(topic)
-    if data is not None and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise ValueError(
-            f"doctor(data={type(data).__name__}): a dataset with __getitem__ and __len__ is measured, such as that "
-            "of a DataLoader: mk.doctor(data=loader.dataset)"
-        )
     if asked is not None and asked.name == "variables":
         quick = True
     with ExitStack() as stack:
         # The cluster's helper process imports torch while commands are asked.
-        cluster = "left out (quick)" if quick and data is None else _cluster(stack)
+        cluster = "left out (quick)" if quick else _cluster(stack)
         facts = probe()
-        found = cluster if isinstance(cluster, str) else _measure_on_ranks(cluster, data)
+        found = cluster if isinstance(cluster, str) else _measure_on_ranks(cluster)
     return judge(facts, found, asked, seconds=monotonic() - begin)
 
 
@@ -78,17 +72,11 @@ def _cluster(stack: ExitStack) -> Cluster | str:
         return f"no ranks can be started here: {_first_line(error)}"
 
 
-def _measure_on_ranks(cluster: Cluster, data: Any) -> RankMeasurements | str:
-    """Measure on ranks. What fails there is a finding, not the end of the report; what fails in `data` is the user's.
-
-    Raises:
-        RankFailed: the dataset raises.
-    """
+def _measure_on_ranks(cluster: Cluster) -> RankMeasurements | str:
+    """Measure on ranks. What fails there is a finding, not the end of the report."""
     try:
-        return measure(cluster, data)
+        return measure(cluster)
     except MpkitError as error:
-        if data is not None:
-            raise
         return f"measuring on ranks failed: {_first_line(error)}"
 
 

@@ -39,13 +39,11 @@ Facts: TypeAlias = dict[str, Any]
     limits       {"nofile": [soft, hard], "memlock": ...}; -1 is unlimited
     interfaces   the network interfaces
     infiniband   whether there is an InfiniBand card
-    port_in_use  whether somebody listens on torchrun's port
     torch        {"version", "cuda", "hip", "gpus", "nccl", "error"}
     environment  the environment variables
     composed     where the facts are from if not from this machine
 """
 
-TORCHRUN_PORT = 29500
 NEAR = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # by nvmlGpuTopologyLevel_t
 P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS", 6: "U"}  # by nvmlGpuP2PStatus_t
 NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
@@ -57,7 +55,7 @@ def probe(limit: float = 10.0) -> Facts:
     return {
         "nvml": ask_nvml(limit), "memory": _memory(), "cpus": cores(), "share": _cpu_share(), "load": _load(),
         "shm": _shm(), "limits": _limits(), "interfaces": [name for _, name in socket.if_nameindex()],
-        "infiniband": Path("/sys/class/infiniband").is_dir(), "port_in_use": _listens(TORCHRUN_PORT),
+        "infiniband": Path("/sys/class/infiniband").is_dir(),
         "torch": torch_build(), "environment": dict(os.environ), "composed": "",
     }  # fmt: skip
 
@@ -147,17 +145,6 @@ def _shm() -> list[int] | None:
 def _limits() -> dict[str, list[int]]:
     kinds = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
     return {name: list(resource.getrlimit(kind)) for name, kind in kinds.items()}
-
-
-def _listens(port: int) -> bool:
-    """Return whether this machine's own port is taken. Nothing listens meanwhile: the socket is bound and closed."""
-    with socket.socket() as asked:
-        asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            asked.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
 
 
 # ---- NVML, in a process of its own -------------------------------------------------------------------------------

@@ -12,11 +12,9 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.display import data_frame, draw
+from mpkit.common.display import draw
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mpkit.launch.doctor.variables import Variable
 
 __all__ = ["CheckupFinding", "CheckupReport", "Level", "Topic", "find_topic", "plural", "topics"]
@@ -112,7 +110,7 @@ def find_topic(name: object) -> Topic:
 
 @dataclass(frozen=True)
 class CheckupReport:
-    """What the doctor found. It prints as text, and shows itself as a table in a notebook.
+    """What the doctor found. It prints as text.
 
     Attributes:
         findings: in the order of the machine: GPUs, links, host, variables, measurements.
@@ -147,17 +145,6 @@ class CheckupReport:
             ) from None
         return [finding for finding in self.findings if finding.level is wanted]
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per finding.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        columns = ["subject", "level", "what", "evidence", "costs", "fix"]
-        return data_frame(
-            ([str(getattr(each, column)) for column in columns] for each in self.findings), columns
-        )
-
     def to_json(self) -> str:
         """Return the report as JSON: {"ok", "findings": [...]}, and of a topic "topic" and "steps"."""
         held: dict[str, Any] = {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
@@ -174,6 +161,3 @@ class CheckupReport:
         return str(draw(self, "text"))
 
     __repr__ = __str__
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/html": draw(self, "html"), "text/plain": str(self)}

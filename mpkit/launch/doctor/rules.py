@@ -17,7 +17,7 @@ from mpkit.common.units import memory_share, memory_text, seconds
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link, wire_factor
 from mpkit.devices.local.gpus import Gpu, visible
-from mpkit.launch.doctor.measure import LoaderSpeed, RankMeasurements
+from mpkit.launch.doctor.measure import RankMeasurements
 from mpkit.launch.doctor.probe import Facts
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural
 from mpkit.launch.doctor.variables import variables
@@ -63,7 +63,7 @@ def findings(facts: Facts, measured: RankMeasurements | str) -> list[CheckupFind
         measured: what ranks measured, or why nothing was.
     """
     rules: tuple[Callable[[Facts], Found], ...] = (
-        gpus, links, lanes, software, memory, cpus, shared_memory, limits, ports,
+        gpus, links, lanes, software, memory, cpus, shared_memory, limits,
     )  # fmt: skip
     found = [_finding(*each) for rule in rules for each in rule(facts)]
     gpus_here = max(len(_listed(facts)), facts["torch"]["gpus"])
@@ -283,10 +283,9 @@ def software(facts: Facts) -> Found:
     upto = f", CUDA up to {values['newest']}" if newest else ""
     values["seen"] = f"driver {nvml['driver']}{upto}; torch {torch['version']}"
     if newest is None or wanted is None:
-        yield "cuda-unknown", values
+        yield "torch", values
     else:
-        old = "driver-old" if newest[0] < wanted[0] else "driver-minor"
-        yield old if newest < wanted else "driver", values
+        yield "driver-old" if newest[0] < wanted[0] else "driver", values
     if torch["cuda"] and not torch["nccl"]:
         yield "no-nccl", {}
 
@@ -308,8 +307,6 @@ def memory(facts: Facts) -> Found:
         small = total < 0.95 * RAM_PER_GPU * count
         values |= {"each": total / count / 1e9, "gpus": plural(count, "GPU")}
         yield "memory-small" if small else "memory-per-gpu", values
-    if free < 0.1 * total:
-        yield "memory-used", values
 
 
 def cpus(facts: Facts) -> Found:
@@ -325,9 +322,6 @@ def cpus(facts: Facts) -> Found:
     yield "cpus-few" if count and can < 2 * count else "cpus", values
     if _is_busy(facts):
         yield "cpus-busy", facts
-    threads = facts["environment"].get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > can:
-        yield "threads-many", {"threads": threads, "can": can}
 
 
 def _is_busy(facts: Facts) -> bool:
@@ -363,22 +357,15 @@ def limits(facts: Facts) -> Found:
         yield "locked-little", {"kib": locked >> 10, "also": also, "level": "costs" if card else "note"}
 
 
-def ports(facts: Facts) -> Found:
-    """Yield whether torchrun's port is free; on one machine mpkit uses a file instead."""
-    yield "port-taken" if facts["port_in_use"] else "port", {}
-
-
 # ---- measured ----------------------------------------------------------------------------------------------------
 
 
 def measurements(facts: Facts, measured: RankMeasurements | str) -> Found:
-    """Yield the speed of the link between ranks beside the catalogue's, and the speed of loading data."""
+    """Yield the speed of the link between ranks beside the catalogue's."""
     if isinstance(measured, str):
         yield "not-measured", {"why": measured}
-        return
-    yield _link(facts, measured)
-    if measured.loading is not None:
-        yield _loading(measured.loading)
+    else:
+        yield _link(facts, measured)
 
 
 def _link(facts: Facts, found: RankMeasurements) -> tuple[str, dict[str, Any]]:
@@ -389,7 +376,7 @@ def _link(facts: Facts, found: RankMeasurements) -> tuple[str, dict[str, Any]]:
         f"an all-reduce at {found.all_reduce / 1e9:.3g} GB/s on the wire"
     )
     if expected is None:
-        return "link-unlike", {"seen": seen}
+        return "link", {"seen": f"{seen}; the catalogue has none like it"}
     wanted = expected.bus.get(Kind.ALL_REDUCE, expected.bandwidth)
     seen += (
         f"; the catalogue's {name}: {seconds(expected.latency)}, {expected.bandwidth / 1e9:.3g} and "
@@ -418,17 +405,3 @@ def _expected_link(facts: Facts, found: RankMeasurements) -> tuple[Link | None, 
         machine = f"8x-{kind.lower()}-nvlink" if kind else ""
         return (hardware(machine).link, machine) if kind else (None, "")
     return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
-
-
-def _loading(found: LoaderSpeed) -> tuple[str, dict[str, Any]]:
-    best = max(found.rates, key=lambda workers: found.rates[workers])
-    each = ", ".join(
-        f"{workers} workers {rate:,.0f} samples/s ({rate * found.nbytes / 1e6:,.0f} MB/s)"
-        for workers, rate in found.rates.items()
-    )
-    seen = f"DataLoader, {found.what}: {each}"
-    if best == 0 or found.rates[best] < 1.3 * found.rates[0]:
-        more = "" if found.own else "mk.doctor(data=my_dataset) measures yours, whose samples may take longer"
-        return "loading", {"seen": seen, "fix": more}
-    gain = found.rates[best] / found.rates[0]
-    return "loading-workers", {"seen": seen, "gain": gain, "best": best, "rate": found.rates[0]}

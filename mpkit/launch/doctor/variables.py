@@ -104,7 +104,7 @@ def _judge(facts: Facts, name: str, value: str, gpus: int) -> tuple[str, dict[st
     row = known[name]
     words = vars(row) | {"name": name}
     if not row.meaning:
-        return "variable-unexplained", words
+        return "variable-unknown", words
     if not row.takes(value):
         options = {"#": "a number", "*": "something"}.get(row.values, row.values.replace("|", ", "))
         return "variable-refuses", words | {"options": options}

@@ -18,7 +18,6 @@ from mpkit.errors import MpkitError
 from mpkit.launch.launched_rank import LaunchedRank
 from mpkit.launch.session.execution import TICK, Execution
 from mpkit.launch.session.launched_cluster import ProgressLine
-from mpkit.launch.session.run_list import keep
 from mpkit.strategies.checkpoint.files import lock_folder
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.proof.proof_thread import ProofThread
@@ -191,8 +190,6 @@ class Run(Execution):
                 self._note_end()
                 self._unlock()
                 self._end()
-                if in_notebook():
-                    keep(self)
             finally:
                 self._over.set()
 

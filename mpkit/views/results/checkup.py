@@ -1,4 +1,4 @@
-"""The doctor's report: as text, in a terminal with colours and as wide as it is, and as HTML."""
+"""The doctor's report: as text, and in a terminal with colours and as wide as it is."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mpkit.common.safe_text import escape, visible
-from mpkit.common.table import table_html
+from mpkit.common.safe_text import visible
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural
 
 if TYPE_CHECKING:
     from mpkit.launch.doctor.report import CheckupReport
 
-__all__ = ["print_report", "report_html", "report_text", "verdict"]
+__all__ = ["print_report", "report_text", "verdict"]
 
 
 MARKS = {
@@ -85,28 +84,3 @@ def _words(finding: CheckupFinding) -> Text:
         if line:
             text.append(f"\n{word:>8}  ", "dim").append(visible(line))
     return text
-
-
-def report_html(report: CheckupReport) -> str:
-    """Return the report as HTML, without scripts."""
-    parts = [f"<p><b>Not this machine: {escape(report.composed)}</b></p>"] if report.composed else []
-    if report.topic is not None:
-        steps = "".join(
-            f"<li>{escape(what)}{'' if what.endswith('?') else ':'} <code>{escape(command)}</code></li>"
-            for what, command in report.topic.steps
-        )
-        parts.append(
-            f"<p><b>{escape(report.topic.name)}</b><br>{escape(report.topic.means)}</p><ol>{steps}</ol>"
-        )
-    rows = [
-        [f"{mark} {level}", found.subject, found.what, found.evidence, found.costs, found.fix]
-        for level, (mark, _) in MARKS.items()
-        for found in report.of(level)
-    ]
-    if rows:
-        parts.append(table_html([["", "about", "what", "evidence", "costs", "fix"], *rows], range(6)))
-    if report.variables:
-        heads = ["variable", "values", "default", "meaning", "when to set it"]
-        said = ([each.name, each.values, each.default, each.meaning, each.when] for each in report.variables)
-        parts.append(table_html([heads, *said], range(5)))
-    return f"<div>{''.join(parts)}<p><b>{escape(verdict(report))}</b></p></div>"

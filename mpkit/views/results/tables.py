@@ -1,4 +1,4 @@
-"""Results that are tables and no more: what a rank sends, the runs of a notebook, the best plan of each family."""
+"""Results that are tables and no more: what a rank sends, the best plan of each family."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.safe_text import escape
 from mpkit.common.table import table_html, table_text
-from mpkit.common.units import bytes_text, memory_text, percent, seconds
+from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.views.theme import WHOLE_WORDS
 
 if TYPE_CHECKING:
-    from mpkit.launch.session.run_list import KeptRun, RunList
     from mpkit.prediction.advice.advice import Advice
     from mpkit.timeline.volume import CommVolume
 
-__all__ = ["advice_parts", "advice_table", "run_list_text", "run_list_view", "volume_html", "volume_text"]
+__all__ = ["advice_parts", "advice_table", "volume_html", "volume_text"]
 
 # ---- what a rank sends
 
@@ -57,45 +56,6 @@ def volume_html(volume: CommVolume) -> str:
         return f"<p>{escape(volume_text(volume))}</p>"
     note = f"<p>{escape(volume.note)}</p>" if volume.note else ""
     return table_html(_volume_rows(volume, words=True), VOLUME_WORDS, volume.of) + note
-
-
-# ---- runs
-
-RUNS = ["run", "name", "plan", "status", "steps", "step time", "bubble", "peak memory", "loss"]
-RUN_WORDS = (0, 1, 2, 3)
-
-
-def _run_rows(found: RunList) -> list[list[str]]:
-    """Return the heads and a row per run, the oldest first; the column of names is there if any run has one."""
-    most = max((row.memory or 0.0 for row in found), default=0.0)
-    rows = [RUNS, *(_run_cells(row, most) for row in found)]
-    return rows if any(row.name for row in found) else [row[:1] + row[2:] for row in rows]
-
-
-def _run_cells(row: KeptRun, like: float) -> list[str]:
-    figures = [
-        "" if row.step_time is None else seconds(row.step_time),
-        "" if row.bubble is None else percent(row.bubble),
-        memory_text(row.memory, like) if row.memory else "",
-        "" if row.loss is None else f"{row.loss:.4g}",
-    ]
-    return [str(row.number), row.name, repr(row.plan), row.status, str(row.steps), *figures]
-
-
-def run_list_text(found: RunList) -> str:
-    """Return a line per run, the oldest first."""
-    if not len(found):
-        return "No run has ended yet in this notebook."
-    return "\n".join(table_text(_run_rows(found), RUN_WORDS))
-
-
-def run_list_view(found: RunList) -> Any:
-    """Return the same as an HTML table, which says how two runs are compared."""
-    from IPython.display import HTML
-
-    where = "a folder; mk.runs(folder)" if any(row.name for row in found) else "this notebook; mk.runs()"
-    caption = f"Runs of {where}.compare(1, 2) draws two side by side, .to_dataframe() sorts them"
-    return HTML(table_html(_run_rows(found), RUN_WORDS, caption))
 
 
 # ---- advice
