@@ -10,9 +10,8 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mpkit.common.process_wide import Replacements
 from mpkit.launch.place import is_launched, within_cluster
 from mpkit.launch.session.cluster import Cluster
 
@@ -56,38 +55,16 @@ class CommandProgram:
         """
         sys.argv[:] = [self.name, *self.arguments]
         sys.path.insert(0, os.getcwd() if self.is_module else str(Path(self.name).resolve().parent))
-        replaced = _exit_by_exception()
         try:
             if self.is_module:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(self.name, run_name="__main__")
-        except _HardExit:
-            return
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        finally:
-            replaced.restore()
         if within_cluster():  # elsewhere the interpreter does it
             _finish()
-
-
-class _HardExit(BaseException):
-    """The program has called os._exit(0)."""
-
-
-def _exit_by_exception() -> Replacements:
-    """Let os._exit(0) end the program in the main thread, as a success, and not the rank, for which its peers wait."""
-    replaced, real, own = Replacements(), os._exit, os.getpid()
-
-    def leave(status: int) -> NoReturn:
-        if status or os.getpid() != own or threading.current_thread() is not threading.main_thread():
-            real(status)
-        raise _HardExit
-
-    replaced.put(os, "_exit", leave)
-    return replaced
 
 
 def watch(

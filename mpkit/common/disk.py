@@ -29,14 +29,14 @@ def create(path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> int:
 def check_folder(asked: str, folder: object) -> Path:
     """Return a folder's path, which a user gave.
 
-    >>> check_folder("mk.runs", "runs")
-    PosixPath('runs')
+    >>> check_folder("mk.progress", "class")
+    PosixPath('class')
 
     Raises:
         ValueError: it is no path.
     """
     if not isinstance(folder, str | os.PathLike):
-        raise ValueError(f"{asked}({folder!r}): the path of a folder, such as {asked}('runs')")
+        raise ValueError(f"{asked}({folder!r}): the path of a folder, such as {asked}('class')")
     return Path(folder)
 
 

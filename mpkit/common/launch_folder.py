@@ -64,7 +64,7 @@ class Settings:
         numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] is 0, 1, 2 and so on.
         secret: what signs the objects that ranks send each other; under a launcher the session's does.
         port: a free port on the loopback interface, for a program that opens a store of its own.
-        logging: levels and formats of loggers (`mpkit.launch.process.payload`).
+        logging: levels of loggers, and the format (`mpkit.launch.process.payload`).
     """
 
     ranks: int

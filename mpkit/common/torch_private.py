@@ -1,8 +1,5 @@
 """Every private name of torch that mpkit uses. No other module imports one (`tests/repository/test_torch_private.py`).
 
-    NAMES         functions and classes, by where they are: `from mpkit.common.torch_private import FakeTensor`
-    ATTRIBUTES    private attributes of torch's objects, such as `tensor._version`; used where they are needed
-
 torch may rename or remove a private name in any release: the comments say what mpkit does with each. A name that is
 missing raises an error that says so, when the first module asks for it. Nothing is imported before that, and this
 module needs no torch.
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = ["ATTRIBUTES", "GENERATORS", "NAMES", "SEEN", "current"]
+__all__ = ["GENERATORS", "NAMES", "SEEN", "current"]
 
 SEEN = ("2.11", "2.13", "2.14", "2.15")
 """The releases of torch that have all of these names."""
@@ -113,44 +110,6 @@ NAMES = (
     ),
 )  # fmt: skip
 """(module, or "module:object"; the names there)"""
-
-ATTRIBUTES = (
-    # see that a tensor was written to
-    ("torch:Tensor", "_version"),
-    # reject hooks that would see parts
-    ("torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
-    # make its own tensor classes
-    ("torch:Tensor", "_make_subclass _make_wrapper_subclass"),
-    # tell memory that two tensors share
-    ("torch:UntypedStorage", "_cdata"),
-    # know what an operator writes; pass calls on
-    ("torch._ops:OpOverload", "_schema _handle"),
-    # end the recording of a program's communication
-    ("torch.library:Library", "_destroy"),
-    # order ZeRO-3's backward
-    ("torch.autograd.graph:Node", "_sequence_nr"),
-    # replace parameters and layers, and see which hooks they have
-    (
-        "torch.nn:Module",
-        "_backward_hooks _buffers _call_impl _forward_hooks _forward_pre_hooks _modules "
-        "_non_persistent_buffers_set _parameters _state_dict_hooks _state_dict_pre_hooks",
-    ),
-    # check shapes as torch does
-    ("torch.nn:BatchNorm1d", "_check_input_dim"),
-    # compute a part of a convolution
-    ("torch.nn:Conv2d", "_conv_forward"),
-    # see an optimizer's hooks
-    ("torch.optim:Optimizer", "_optimizer_step_post_hooks _optimizer_step_pre_hooks"),
-    # name the axes of a mesh; free groups
-    ("torch.distributed.device_mesh:DeviceMesh", "_flatten _pg_registry"),
-    # know whether gloo or nccl joins ranks
-    ("torch.distributed:ProcessGroup", "_get_backend"),
-    # count what one rank holds
-    ("torch.distributed.tensor:DTensor", "_local_tensor"),
-    # number batches of watched programs
-    ("torch.utils.data.dataloader:_BaseDataLoaderIter", "_num_yielded"),
-)  # fmt: skip
-"""(module:class; its attributes)"""
 
 
 @cache

@@ -55,7 +55,7 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
         if rank not in errors:
             if status < 0:
                 stack = crash_stack(part(folder, rank, "stack"))
-                return _killed_error(rank, _signal_name(-status), trace, stack)
+                return _killed_error(rank, -status, trace, stack)
             if status == UNREPORTED:
                 return RankFailed(
                     f"rank {rank} of {trace.world_size} failed, and its error could not be written: "
@@ -67,17 +67,6 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
     if errors:
         return _raised_error(min(errors, key=lambda rank: errors[rank]["time"]), errors, trace)
     return RankFailed("the ranks ended before they had finished, without a word")
-
-
-def _signal_name(number: int) -> str:
-    """Return a signal's name; the real-time signals but for the first and the last have none of their own.
-
-    >>> _signal_name(9), _signal_name(36)
-    ('SIGKILL', 'SIGRTMIN+2')
-    """
-    if signal.SIGRTMIN < number < signal.SIGRTMAX:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
-    return signal.Signals(number).name
 
 
 def _all_finished(trace: Trace) -> bool:
@@ -114,7 +103,9 @@ def crash_stack(path: Path) -> str:
     return fold_stack(main) if main else ""
 
 
-def _killed_error(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
+def _killed_error(rank: int, number: int, trace: Trace, stack: str) -> RankFailed:
+    named = number in set(signal.Signals)  # a real-time signal has no name
+    name = signal.Signals(number).name if named else f"signal {number}"
     place, last = _last_seen(trace.ranks[rank])
     why = {
         "SIGKILL": "Out of memory, or somebody killed it: `dmesg` tells; smaller micro-batches, more stages or "

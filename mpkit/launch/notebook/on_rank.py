@@ -28,7 +28,7 @@ from mpkit.common.disk import write_whole
 from mpkit.common.exceptions import one_line, report
 from mpkit.common.launch_folder import part
 from mpkit.launch.process.output import LabelledLines, end_lines
-from mpkit.launch.process.rank import describe, own_process
+from mpkit.launch.process.rank import describe
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.rank_context import Context
@@ -101,6 +101,7 @@ def serve(context: Context) -> None:
     folder, rank, record = context.record.folder, context.rank, context.record
     namespace = _namespace(context)
     record.idle(True)
+    own = os.getpid()
     with compare_calls(context.comm):
         for number, request in requests(folder, rank):
             ops = record.count
@@ -108,6 +109,8 @@ def serve(context: Context) -> None:
                 given = _answer(context, request, namespace)
             except KeyboardInterrupt:  # between the cell's end and the next line
                 given = Reply("interrupted")
+            if os.getpid() != own:  # a child that the cell has forked and not ended
+                os._exit(0)
             given.calls, given.ops, given.recorded = context.comm.issued, ops, record.count - ops
             end_lines()
             write_whole(part(folder, rank, f"answer{number}"), dumps(given))
@@ -147,8 +150,7 @@ def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Repl
     context.record.idle(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with own_process():
-            return run_cell(request.text, request.name, namespace)
+        return run_cell(request.text, request.name, namespace)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         context.record.idle(True)

@@ -1,9 +1,7 @@
 """What the launching process sends to its ranks: function and arguments by value, and its own environment.
 
 Ranks do not run the script or the notebook's cells again, so a `logging.basicConfig(level="INFO")` there would be lost.
-So `logging` is set on ranks as it is here (`set_logging`): a logger that has a handler here has one on each rank, which
-writes to the rank's standard error, unless it is silent here, as that of torch's checkpoints is: a NullHandler, and at
-most handlers that the root has too, such as those that pytest gives to every logger.
+So the ranks' loggers have the levels of those here, and the root's format (`set_logging`).
 """
 
 from __future__ import annotations
@@ -117,56 +115,24 @@ def _sources_without_file() -> dict[str, str]:
 
 
 def _log_settings() -> dict[str, Any]:
-    """Return this process's settings of `logging`, as JSON has them.
-
-    disabled    the level up to which `logging.disable` disables all loggers
-    levels      the level of each logger that has one of its own; "" is the root
-    formats     by logger, the format of its first handler that writes; None is logging's default
-    silent      the loggers that have a NullHandler, and none that writes
-    alone       the loggers that do not propagate to the root
-
-    A module's own logger gets its handlers from the rank's import of the module.
-    """
-    root = logging.getLogger()
-    named = root.manager.loggerDict.items()
-    loggers = {"": root} | {name: logger for name, logger in named if isinstance(logger, logging.Logger)}
-    own = {name: logger for name, logger in loggers.items() if name.partition(".")[0] not in sys.modules}
-    writing = {name: _writing(logger) for name, logger in own.items() if logger.handlers}
-    first = {name: handlers[0].formatter for name, handlers in writing.items() if handlers}
-    return {
-        "disabled": root.manager.disable,
-        "levels": {name: logger.level for name, logger in loggers.items() if logger.level},
-        "formats": {name: formatter and formatter._fmt for name, formatter in first.items()},
-        "silent": [name for name, handlers in writing.items() if not handlers],
-        "alone": [name for name, logger in own.items() if not logger.propagate],
+    """Return the levels of this process's loggers, "" for the root, and the format of the root's handler, if any."""
+    named = logging.root.manager.loggerDict.items()
+    levels = {
+        name: logger.level for name, logger in named if isinstance(logger, logging.Logger) and logger.level
     }
-
-
-def _writing(logger: logging.Logger) -> list[logging.Handler]:
-    """Return the handlers that write for this logger."""
-    writing = [handler for handler in logger.handlers if not isinstance(handler, logging.NullHandler)]
-    if logger.parent is None or len(writing) == len(logger.handlers):
-        return writing
-    return [handler for handler in writing if handler not in logging.getLogger().handlers]
+    writing = [each for each in logging.root.handlers if not isinstance(each, logging.NullHandler)]
+    formatter = writing[0].formatter if writing else None
+    written = None if not writing else formatter._fmt if formatter is not None else logging.BASIC_FORMAT
+    return {"levels": {"": logging.root.level, **levels}, "format": written}
 
 
 def set_logging(settings: Mapping[str, Any]) -> None:
     """Make this rank's logging like that of the launching process, whose `Settings.logging` this is."""
-    if (
-        logging.root.manager.disable != settings["disabled"]
-    ):  # to set this or a level empties all loggers' caches
-        logging.disable(settings["disabled"])
     known = logging.root.manager.loggerDict
     for name, level in settings["levels"].items():
-        if name and name not in known:  # of which no cache knows, nor that of a logger below it
+        if name and name not in known:  # no logger's cache knows of it, and to set a level empties all caches
             logging.getLogger(name).level = level
         elif (logger := logging.getLogger(name)).level != level:
             logger.setLevel(level)
-    for name, words in settings["formats"].items():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(words or logging.BASIC_FORMAT))
-        logging.getLogger(name).addHandler(handler)
-    for name in settings["silent"]:
-        logging.getLogger(name).addHandler(logging.NullHandler())
-    for name in settings["alone"]:
-        logging.getLogger(name).propagate = False
+    if settings["format"] is not None:
+        logging.basicConfig(format=settings["format"])  # to standard error

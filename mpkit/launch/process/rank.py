@@ -19,8 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +47,7 @@ from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["describe", "device_of", "main", "own_process", "report", "work"]
+__all__ = ["describe", "device_of", "main", "report", "work"]
 
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
@@ -192,45 +191,21 @@ def work(
     if device.type == "cuda":
         _enter_context(device)
     function, args = unpack(payload, enter=enter)
-    with own_process():
+    own = os.getpid()
+    try:
         return dumps(function(context, *args))
+    finally:
+        if os.getpid() != own:  # a child that the function has forked and not ended: it is no rank
+            failed = sys.exc_info()[0] not in (None, SystemExit)
+            if failed:
+                traceback.print_exc()
+            os._exit(int(failed))
 
 
 def _enter_context(device: torch.device) -> None:
     """Let autograd's thread for this GPU enter its context: cuBLAS warns if it has to do that itself."""
     x = torch.ones((), device=device, requires_grad=True)
     (x * x).backward()
-
-
-@contextmanager
-def own_process(end: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """Let only this process leave the context: a child that was forked within ends there, as a program does.
-
-    Args:
-        end: ends the child with a status.
-    """
-    parent, status = os.getpid(), 0
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == parent:
-            raise
-        status = _status(error)
-    if os.getpid() != parent:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        end(status)
-
-
-def _status(error: BaseException) -> int:
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-        return 1
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
 
 
 def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:

@@ -75,33 +75,15 @@ def watch_optimizers(actions: Actions, seen: weakref.WeakSet[Optimizer]) -> tupl
     Returns:
         The handles that remove the hooks.
     """
-    steps: list[int] = []  # the ops of those that are stepping, one within another; -1: it has yet to begin
+    steps: list[int] = []  # the ops of those that are stepping, one within another
 
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def begin() -> int:
-            return actions.begin(Kind.OPTIMIZER, type(optimizer).__name__)
-
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
         seen.add(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            steps.append(begin())
-            return None
-        place = len(steps)
-        steps.append(-1)
-
-        def run_closure() -> Any:
-            """Call the closure: its forward and backward are actions of their own, what follows is the optimizer's."""
-            if steps[place] >= 0:
-                actions.end(steps[place])
-            result = closure()
-            steps[place] = begin()
-            return result
-
-        return (args[0], run_closure, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+        steps.append(actions.begin(Kind.OPTIMIZER, type(optimizer).__name__))
 
     def after_step(*_: Any) -> None:
-        if steps and (op := steps.pop()) >= 0:
-            actions.end(op)
+        if steps:
+            actions.end(steps.pop())
         if not steps:
             actions.optimizer_stepped()
 
