@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from mpkit.common.launch_folder import Settings, part
 from mpkit.devices.local.gpus import inventory_of
-from mpkit.devices.local.nvml import NOT_SAMPLED, GpuReading, NvmlGpu, NvmlMissing, open_nvml
+from mpkit.devices.local.nvml import NOT_SAMPLED, NvmlGpu, NvmlMissing, open_nvml
 from mpkit.trace import HEADER, SAMPLE
 from mpkit.trace.record.files import RecordFile
 
@@ -119,46 +118,19 @@ class GpuSampler:
 
     def _sample(self, files: dict[str, list[RecordFile]]) -> None:
         """Write a sample of each GPU every `PERIOD` until it is over."""
-        before: dict[str, tuple[int, GpuReading]] = {}
         due = time.monotonic()
         while True:
             for gpu, own in self._gpus.items():
-                reading, now = own.read(), time.monotonic_ns()
-                sample = sample_of(now, reading, before.get(gpu))
+                reading = own.read()
+                sample = np.array([(time.monotonic_ns(), *reading)], SAMPLE).tobytes()
                 for file in [file for file in files[gpu] if not _write(file, sample)]:
                     file.close(1)  # the disk is full: a warning has said so
                     files[gpu].remove(file)
-                before[gpu] = now, reading
             due = max(due + PERIOD, time.monotonic())
             if self._over.wait(due - time.monotonic()):
                 break
         for file in (each for own in files.values() for each in own):
             file.close(1)
-
-
-def sample_of(now: int, reading: GpuReading, before: tuple[int, GpuReading] | None) -> bytes:
-    """Return a record of `SAMPLE`: NVLink's counters as bytes per second since the reading before.
-
-    Args:
-        now: the time of the reading, in ns.
-        reading: what NVML said.
-        before: the reading before with its time; None for the first one.
-    """
-    sent = received = nan
-    if before is not None:
-        then, earlier = before
-        sent = _rate(reading.nvlink_sent, earlier.nvlink_sent, now - then)
-        received = _rate(reading.nvlink_received, earlier.nvlink_received, now - then)
-    sample = np.zeros(1, SAMPLE)
-    sample[0] = (
-        now, reading.utilisation, reading.memory, sent, received, reading.pcie_sent, reading.pcie_received,
-    )  # fmt: skip
-    return sample.tobytes()
-
-
-def _rate(count: float, before: float, ns: int) -> float:
-    """Return a counter's increase per second; nan where it was set back."""
-    return (count - before) / ns * 1e9 if count >= before and ns > 0 else nan
 
 
 def _write(file: RecordFile, sample: bytes) -> bool:

@@ -256,11 +256,6 @@ class LaunchedRank(RankLaunch):
     def _watch(self) -> None:
         """Look at the ranks of this node until the launch is over; ranks that hang end with the reason."""
         while not self._over.wait(LOOK_EVERY):
-            if not self.folder.is_dir():
-                self._end_process(MpkitError(
-                    f"{self.folder}, the folder of this run, was removed while it ran: something cleans up temporary "
-                    "files there. The environment variable TMPDIR names another place: TMPDIR=$HOME/tmp"
-                ))  # fmt: skip
             if self.hangs.look(self) and (error := self.hangs.verdict(self)) is not None:
                 records = keep(self.folder)
                 self._end_process(error, f"\nThese ranks' records are here: mk.Trace.load({str(records)!r})")

@@ -17,7 +17,6 @@ import atexit
 import fcntl
 import json
 import os
-import platform
 import socket
 import struct
 import time
@@ -26,7 +25,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
@@ -62,7 +60,7 @@ class Launcher:
         broken: whether a launch has failed: its ranks may wait in its collectives still.
 
     Raises:
-        ValueError: no launcher started this process, the processes differ in what they run, or more devices are named
+        ValueError: no launcher started this process, their devices differ in kind, or more devices are named
             than a node has ranks.
         MpkitError: not all processes came.
     """
@@ -75,8 +73,7 @@ class Launcher:
         _use_interface_to(self.place.address)
         self._store = _open_store(self.place)
         atexit.register(self._leave)
-        versions = [platform.python_version(), torch.__version__]
-        hello = {"host": self.place.host, "node": self.place.node, "versions": versions}
+        hello = {"host": self.place.host, "node": self.place.node}
         told = self.tell(hello | _describe_device(chosen, self.place.local_rank))
         self.hosts: list[str] = [each["host"] for each in told]
         self.nodes: list[str] = [each["node"] for each in told]
@@ -240,21 +237,17 @@ def _describe_device(chosen: DeviceChoice, local_rank: int) -> dict[str, Any]:
 
 
 def _check_alike(told: Sequence[dict[str, Any]], nodes: Sequence[str], names: Sequence[str]) -> None:
-    """Check that all processes have the same kind of device and versions, and that a node has a rank per named device.
+    """Check that all processes have the same kind of device, and that a node has a rank per named device.
 
     Raises:
         ValueError: they differ, or more devices are named than a node has ranks.
     """
-    remedies = {
-        "device": "all ranks compute on the same kind of device: mk.Cluster.from_env(device='cpu') on each",
-        "versions": "Python and torch have to be the same everywhere",
-    }
     for rank, each in enumerate(told):
-        for key, remedy in remedies.items():
-            if each[key] != told[0][key]:
-                raise ValueError(
-                    f"{names[rank]} has {key} {each[key]}, and {names[0]} {told[0][key]}: {remedy}"
-                )
+        if each["device"] != told[0]["device"]:
+            raise ValueError(
+                f"{names[rank]} has device {each['device']}, and {names[0]} {told[0]['device']}: all ranks compute on "
+                "the same kind of device: mk.Cluster.from_env(device='cpu') on each"
+            )
         here, named = nodes.count(nodes[rank]), each["named"]
         if named > here:
             raise ValueError(

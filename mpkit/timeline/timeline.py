@@ -53,8 +53,8 @@ class Timeline(ReplayResult, Figures, Answer):
         meta: the meta of the Trace, with "hardware" set to the name of the machine that it was replayed on.
         notes: sentences that a reader should see (ops left out because a rank was killed, ...).
         so_far: for a run in progress, why there is more to come; else "".
-        device_samples: (s,) array by rank of what NVML says of its GPU every 100 ms: time (s), utilisation (%), memory
-            (bytes in use), nvlink_sent, nvlink_received, pcie_sent, pcie_received (bytes/s); nan: it does not tell.
+        device_samples: (s,) array by rank of what NVML says of its GPU every 100 ms: time (s), utilisation (%) and
+            memory (bytes in use); nan: it does not tell.
         sent_parts: (k,) array of `PART_SENT`: what all-to-alls of uneven parts sent to whom.
         basis: what was measured, and what is assumed.
 

@@ -180,13 +180,8 @@ SAMPLE = np.dtype(
         # Of the GPU that the rank is on, whoever uses it; nan where the GPU or its driver does not tell.
         ("utilisation", "<f8"),  # % of the driver's last sample period in which a kernel ran
         ("memory", "<f8"),  # bytes in use
-        # bytes/s, from and to the GPU: NVLink since the sample before, PCIe in 20 ms before this sample
-        ("nvlink_sent", "<f8"),
-        ("nvlink_received", "<f8"),
-        ("pcie_sent", "<f8"),
-        ("pcie_received", "<f8"),
     ]
 )
-"""56 bytes per sample of a GPU, which the process that watches the run takes."""
+"""24 bytes per sample of a GPU, which the process that watches the run takes."""
 
-MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01", "gpu": b"MPKGPU01", "sent": b"MPKSNT01"}
+MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01", "gpu": b"MPKGPU02", "sent": b"MPKSNT01"}

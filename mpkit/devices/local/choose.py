@@ -48,7 +48,9 @@ class DeviceChoice:
         return len({self.number_of(rank) for rank in range(ranks)}) == ranks if self.numbers else False
 
 
-def choose(devices: object, ranks: int | None, inventory: Callable[[str], Inventory | None]) -> DeviceChoice:
+def choose(
+    devices: object, ranks: int | None, inventory: Callable[[str], Inventory | None], argument: str = "devices"
+) -> DeviceChoice:  # fmt: skip
     """Return the devices that were asked for.
 
     >>> from mpkit.devices.local.gpus import LocalDevice
@@ -63,26 +65,28 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
         devices: what was asked.
         ranks: the number of ranks, if it was asked too.
         inventory: inventory(kind) is what torch sees of a kind; None if there is none.
+        argument: the argument that it was asked by.
 
     Raises:
         ValueError: it cannot be read, there is no such device, or the number of ranks does not fit.
     """
-    asked = [_read(each, devices) for each in _each(devices)]
+    said = f"{argument}={devices!r}"
+    asked = [_read(each, said) for each in _each(devices)]
     if not asked:
-        raise ValueError(f"devices={devices!r} names no device: one per rank, {LIKE}")
+        raise ValueError(f"{said} names no device: one per rank, {LIKE}")
     kinds = list(dict.fromkeys(kind for kind, _ in asked if kind))
     if len(kinds) > 1:
         raise ValueError(
-            f"devices={devices!r} mixes {' and '.join(kinds)}: the ranks of a run talk over one backend, so all are of "
+            f"{said} mixes {' and '.join(kinds)}: the ranks of a run talk over one backend, so all are of "
             f"one kind, {LIKE}"
         )
     kind = kinds[0] if kinds else next((each for each in KINDS if inventory(each) is not None), "cuda")
     if kind == "cpu":
         named = 0 if isinstance(devices, str) else len(asked)
-        return DeviceChoice("cpu", (), _fitting_ranks(devices, ranks, named), named)
+        return DeviceChoice("cpu", (), _fitting_ranks(said, ranks, named), named)
     there = inventory(kind)
     if there is None:
-        raise ValueError(_none(devices, kind, ranks or len(asked), inventory))
+        raise ValueError(_none(said, kind, ranks or len(asked), inventory))
     numbers = [
         number
         for _, one in asked
@@ -90,9 +94,9 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
     ]
     for number in numbers:
         if number >= len(there.devices):
-            raise ValueError(_explain_missing(devices, number, there))
+            raise ValueError(_explain_missing(said, number, there))
     named = sum(one is not None for _, one in asked)
-    return DeviceChoice(kind, tuple(numbers), _fitting_ranks(devices, ranks, len(numbers)), named)
+    return DeviceChoice(kind, tuple(numbers), _fitting_ranks(said, ranks, len(numbers)), named)
 
 
 def _each(devices: object) -> list[object]:
@@ -101,7 +105,7 @@ def _each(devices: object) -> list[object]:
     return list(devices) if isinstance(devices, Iterable) else [devices]
 
 
-def _read(one: object, devices: object) -> tuple[str, int | None]:
+def _read(one: object, said: str) -> tuple[str, int | None]:
     """Return the kind ("" if it is not said) and the number (None for all of the kind) of one entry."""
     if isinstance(one, int) and not isinstance(one, bool) and one >= 0:
         return "", one
@@ -111,35 +115,35 @@ def _read(one: object, devices: object) -> tuple[str, int | None]:
     match = re.fullmatch(r"([a-z]+)(?::(\d+))?", text)
     word = ALSO.get(match[1], match[1]) if match else ""
     if match is None or word not in (*KINDS, "cpu"):
-        near = get_close_matches(re.sub(r"[^a-z].*", "", text), [*KINDS, "cpu"], 1, 0.4)
+        near = get_close_matches(re.sub(r"[^a-z].*", "", text), [*KINDS, "cpu", "auto"], 1, 0.4)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"devices={devices!r}: {one!r} is no device{hint} It is a number as torch counts, from 0 on, or "
+            f"{said}: {one!r} is no device{hint} It is a number as torch counts, from 0 on, or "
             f"'cuda:1', or a kind ({', '.join((*KINDS, 'cpu'))}), {LIKE}"
         )
     return word, int(match[2]) if match[2] is not None and word != "cpu" else None
 
 
-def _fitting_ranks(devices: object, ranks: int | None, count: int) -> int | None:
+def _fitting_ranks(said: str, ranks: int | None, count: int) -> int | None:
     """Return the number of ranks, unless there are fewer of them than devices."""
     if ranks is not None and ranks < count:
         raise ValueError(
-            f"devices={devices!r} names {count} devices for ranks={ranks}: leave out ranks for one per device, or name "
+            f"{said} names {count} devices for ranks={ranks}: leave out ranks for one per device, or name "
             f"{ranks} of them"
         )
     return ranks if ranks is not None else count or None
 
 
-def _none(devices: object, kind: str, count: int, inventory: Callable[[str], Inventory | None]) -> str:
+def _none(said: str, kind: str, count: int, inventory: Callable[[str], Inventory | None]) -> str:
     others = [each for each in KINDS if inventory(each) is not None]
     there = f"it sees {', '.join(others)}" if others else "and no other accelerator"
     return (
-        f"devices={devices!r}: torch sees no {kind} device here, {there}; `mpkit doctor gpus not found` has the steps "
+        f"{said}: torch sees no {kind} device here, {there}; `mpkit doctor gpus not found` has the steps "
         f"to find out why, and mk.Cluster(ranks={count}, device='cpu') runs the same code on CPU processes"
     )
 
 
-def _explain_missing(devices: object, number: int, there: Inventory) -> str:
+def _explain_missing(said: str, number: int, there: Inventory) -> str:
     count = len(there.devices)
     only = f"{there.kind}:0" if count == 1 else f"{there.kind}:0 to {there.kind}:{count - 1}"
     same = [place for place, device in enumerate(there.devices) if device.number == number]
@@ -148,7 +152,4 @@ def _explain_missing(devices: object, number: int, there: Inventory) -> str:
         if same
         else f"such as devices={list(range(min(2, count)))}"
     )
-    return (
-        f"devices={devices!r} names {there.kind}:{number}, and torch sees {count}: {only} ({there.decided_by}); "
-        f"{meant}"
-    )
+    return f"{said} names {there.kind}:{number}, and torch sees {count}: {only} ({there.decided_by}); {meant}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpkit.devices.local.choose import ALSO, DeviceChoice, choose
-from mpkit.devices.local.gpus import KINDS
+from mpkit.devices.local.choose import DeviceChoice, choose
 from mpkit.errors import ArgumentError
 from mpkit.plan.kinds import real, whole
 
@@ -55,15 +53,19 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
             f"Cluster(device={device!r}, devices={devices!r}): give one of both; devices= names them one by one, such "
             "as mk.Cluster(devices=[2, 0]), and device= is the kind of all of them"
         )
-    one = devices if devices is not None else _single(device)
     number = None if ranks is None else check_ranks(ranks)
-    if one is None:
-        kind, count = choose_device(device)
-        chosen = DeviceChoice(kind, tuple(range(count)), number)
+    gpus = 0
+    if devices is None and device in ("auto", "cuda"):
+        import torch
+
+        gpus = torch.cuda.device_count()  # this starts no CUDA context
+    if devices is None and (gpus or device in ("auto", "cpu")):
+        chosen = DeviceChoice("cuda" if gpus else "cpu", tuple(range(gpus)), number)
     else:
         from mpkit.devices.local.gpus import inventory_of
 
-        chosen = choose(one, number, inventory_of)
+        named = ("device", device) if devices is None else ("devices", devices)
+        chosen = choose(named[1], number, inventory_of, named[0])
         there = inventory_of(chosen.kind) if chosen.numbers else None
         for note in there.notes if there is not None else ():
             print(f"mpkit: {note}")
@@ -74,13 +76,6 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
         )
     check_ranks(chosen.ranks)
     return chosen
-
-
-def _single(device: Any) -> Any:
-    """Return `device` if it names a device or kind beyond "auto", "cpu" and "cuda", such as "cuda:1"; else None."""
-    text = str(device).lower()
-    named = text not in ("auto", "cpu", "cuda") and text.partition(":")[0] in (*KINDS, "cpu")
-    return text if named else None
 
 
 def check_function(fn: Callable[..., Any], args: Sequence[object]) -> None:
@@ -108,31 +103,6 @@ def check_function(fn: Callable[..., Any], args: Sequence[object]) -> None:
             f"run(fn): ranks call {call}, which {what} does not fit: {error}. Its first parameter is the "
             "context, as in cluster.run(lambda ctx: ctx.rank)"
         ) from None
-
-
-def choose_device(device: str) -> tuple[str, int]:
-    """Return ("cpu", 0) or ("cuda", number of GPUs).
-
-    This asks the driver for the number of GPUs and starts no CUDA context.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        word = ALSO.get(str(device).lower(), str(device))
-        near = difflib.get_close_matches(word, ["auto", "cpu", "cuda"], 1, 0.3) or ["auto"]
-        raise ValueError(
-            f"device={device!r}: there are 'auto', 'cpu', 'cuda' (also xpu, hpu, mps, or one such as 'cuda:1'); "
-            f"did you mean {near[0]!r}?"
-        )
-    if device == "cpu":
-        return "cpu", 0
-    import torch
-
-    devices = torch.cuda.device_count()
-    if devices == 0 and device == "cuda":
-        raise ValueError(
-            "device='cuda': torch sees no GPU here (torch.cuda.device_count() is 0); "
-            "device='cpu' runs the same code on CPU processes"
-        )
-    return ("cuda", devices) if devices else ("cpu", 0)
 
 
 EXAMPLE = """\

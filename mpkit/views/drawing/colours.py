@@ -151,13 +151,8 @@ SPARE_INK = ("#c9ccd1", "#565c66")
 DEVICE_INKS = {
     "utilisation": ("#5b6b00", "#b9c94a"),
     "memory": ("#464f86", "#9aa3d8"),
-    "nvlink_sent": ("#9a3f73", "#d65fa3"),
-    "nvlink_received": ("#bd7aa2", "#f9cfe4"),
-    "pcie_sent": ("#9a3f73", "#d65fa3"),
-    "pcie_received": ("#bd7aa2", "#f9cfe4"),
 }
-"""The colours of what NVML says of a GPU, by theme (light, dark): traffic on links is of communication's hue, memory in
-use a bluer violet than what ranks hold."""
+"""The colours of what NVML says of a GPU, by theme (light, dark). Memory in use is bluer than what ranks hold."""
 
 CAUSE_INKS = {
     "work": "#4f7390",

@@ -49,10 +49,8 @@ class DeviceTrack(NamedTuple):
 TRACKS = (
     DeviceTrack("GPU utilisation", "%", {"utilisation": "a kernel runs"}, 100.0),
     DeviceTrack("GPU memory in use", "B", {"memory": "in use"}),
-    DeviceTrack("PCIe traffic", "B/s", {"pcie_sent": "sent", "pcie_received": "received"}),
-    DeviceTrack("NVLink traffic", "B/s", {"nvlink_sent": "sent", "nvlink_received": "received"}),
 )
-"""All tracks; those that every GPU has come first, so that nothing moves when it turns out that there is NVLink."""
+"""All tracks."""
 
 
 def _device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any], bytes]]:
