@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -17,60 +16,45 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def answers(example: str, meant: Mapping[str, str] | None = None) -> Callable[[Function], Function]:
-    """Decorate a function so that a call that lacks an argument, or has one too many, is answered with an example.
+    """Decorate a public function whose mistaken calls are answered with this example, not one of its docstring.
 
     Args:
         example: a call that works, to paste; may have several lines.
         meant: by keyword of another library, a sentence that says what it is called here.
-
-    >>> @answers("area(width=3, height=4)", {"w": "w is width here."})
-    ... def area(width, height):
-    ...     return width * height
-    >>> area(3, hight=4)
-    Traceback (most recent call last):
-    mpkit.errors.ArgumentError: area() has no argument hight; did you mean height=4? Such as:
-        area(width=3, height=4)
     """
 
     def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call_checked(*args: Any, **kwargs: Any) -> Any:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                name = example.partition("(")[0]
-                said = _what_is_wrong(name, signature, args, kwargs, meant or {}) or f"{name}: {error}."
-                lines = "\n".join(f"    {line}" for line in example.splitlines())
-                raise ArgumentError(f"{said} Such as:\n{lines}") from None
-            return function(*args, **kwargs)
-
-        return call_checked  # type: ignore[return-value]
+        vars(function)[ANSWER] = example, meant or {}
+        return function
 
     return decorate
+
+
+ANSWER = "_mpkit_answer"
 
 
 def mistaken_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ArgumentError:
-    """Return the answer to a call that does not match a function's parameters, with an example of its docstring.
+    """Return the answer to a call that does not match a function's parameters; `public` raises it.
 
-    >>> def area(width, height):
-    ...     '''Return the area.
-    ...
-    ...     >>> area(2, 3)
-    ...     6
-    ...     '''
+    >>> @answers("area(width=3, height=4)", {"w": "w is width here."})
+    ... def area(width, height):
+    ...     return width * height
     >>> print(mistaken_call(area, (3,), {"hight": 4}))
     area() has no argument hight; did you mean height=4? Such as:
-        area(2, 3)
+        area(width=3, height=4)
     """
     name = function.__qualname__.removesuffix(".__init__")
-    said = _what_is_wrong(name, inspect.signature(function), args, kwargs, {})
-    examples = DocTestParser().get_examples(inspect.getdoc(function) or "")
-    fitting = (each.source for each in examples if f"{function.__name__}(" in each.source)
-    lines = "".join(f"\n    {line}" for line in next(fitting, "").splitlines())
+    example, meant = vars(function).get(ANSWER, ("", {}))
+    if example:
+        name = example.partition("(")[0]
+    else:
+        examples = DocTestParser().get_examples(inspect.getdoc(function) or "")
+        example = next((each.source for each in examples if f"{function.__name__}(" in each.source), "")
+    said = _what_is_wrong(name, inspect.signature(function), args, kwargs, meant)
+    said = said or f"{name}() is given one argument by position and by name."
+    lines = "".join(f"\n    {line}" for line in example.splitlines())
     return ArgumentError(f"{said} Such as:{lines}" if lines else said)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
-from mpkit.common.upward_calls import provide_method
 from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors, check_degrees, with_options
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.rules import call_of, check_plan, own_schedule
@@ -319,7 +319,9 @@ class Plan(metaclass=NamedConstructors):
         who talks to whom
           pp  (0 1), NVLink 4 within a node, 396 GB/s
         """
-        return provide_method("Plan.placement")(self, model, shards=shards, hardware=hardware)
+        return resolve_name("mpkit.strategies.placement.placement:placement")(
+            self, model, shards=shards, hardware=hardware
+        )
 
     def describe(self) -> str:
         """Describe the plan in a sentence or two.
@@ -406,7 +408,7 @@ class Plan(metaclass=NamedConstructors):
         What the format cannot say is in `.cannot_say` of the result, in the head of the file where there are comments,
         and in a warning.
         """
-        text: Config = provide_method("Plan.to")(self, format, **context)
+        text: Config = resolve_name("mpkit.plan.formats.write:write")(self, format, **context)
         return text
 
     @classmethod
@@ -435,7 +437,7 @@ class Plan(metaclass=NamedConstructors):
 
         Keys of which a Plan says nothing are listed in a warning.
         """
-        plan: Plan = provide_method("Plan.read")(path, format, ranks, recipe)
+        plan: Plan = resolve_name("mpkit.plan.formats.read:read")(path, format, ranks, recipe)
         return plan
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,9 +214,7 @@ class Timeline(ReplayResult, Figures, Answer):
         >>> print(found[0].words)
         Rank 2 with stage 2 has 1.43 times the mean time of a rank: it works 92.0 % of the step, the others 55.2 %.
         """
-        from mpkit.common.upward_calls import provide_method
-
-        found: Diagnosis = provide_method("Timeline.diagnose")(self, step, hardware)
+        found: Diagnosis = resolve_name("mpkit.timeline.diagnosis.rules:diagnose")(self, step, hardware)
         return found
 
     def stage_times(self) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.display import DrawnResult, data_frame
-from mpkit.common.upward_calls import provide_method
 from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
 from mpkit.trace.validation import check_steps
@@ -102,7 +102,7 @@ class ExpertLoad(DrawnResult):
         Raises:
             ValueError: there is no such step, or the numbers do not divide; the message says which would.
         """
-        return provide_method("ExpertLoad.balance")(
+        return resolve_name("mpkit.prediction.experts.expert_balance:balance_load")(
             self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step, window=window,
             expert_bytes=expert_bytes,
         )  # fmt: skip

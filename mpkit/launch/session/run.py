@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import draw, in_notebook
@@ -352,12 +353,10 @@ class Run(Execution):
         >>> [change for change, seconds in found.causes]
         ['link x2', 'schedule 1f1b']
         """
-        from mpkit.common.upward_calls import provide_method
-
         own = self._cluster
         free = own.device == "cpu" and own.fork_server_pid is not None and not own.busy
         helper = own.resized(1) if free else None
-        return provide_method("Run.what_if")(self, self._job, helper, changes)
+        return resolve_name("mpkit.prediction.what_if:what_if")(self, self._job, helper, changes)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.

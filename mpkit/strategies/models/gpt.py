@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.common.calls import answers
+from mpkit.common.tracebacks import public
 from mpkit.strategies.models.chain import SizedChain
 from mpkit.strategies.models.experts import MixtureOfExperts
 
@@ -88,7 +89,8 @@ ELSEWHERE = {
     **dict.fromkeys(("n_experts", "num_experts"), "experts= is the number of them in each block."),
 }
 """What other libraries call the sizes of a GPT."""
-setattr(GPTConfig, "__init__", answers("GPT(layers=8, width=128)", ELSEWHERE)(GPTConfig.__init__))  # noqa: B010
+answered = answers("GPT(layers=8, width=128)", ELSEWHERE)(GPTConfig.__init__)
+setattr(GPTConfig, "__init__", public(answered))  # noqa: B010
 
 
 class GPT(SizedChain):
