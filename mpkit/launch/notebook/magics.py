@@ -1,29 +1,25 @@
 """The magics, as `%load_ext mpkit` adds them to IPython.
 
 %%ranks 4          run this cell on every rank of a group of 4, which is started where there is none
-%%ranks 4 cpu      the same, on CPU processes; "auto", as in `mk.Cluster`, where no device is named
 %%ranks            run this cell on every rank
-%%ranks 0,2        run it on ranks 0 and 2; `2,` is rank 2 alone, `1:` all but rank 0
+%%ranks 0,2        run it on ranks 0 and 2; `2,` is rank 2 alone
 %ranks_reset       end the ranks
 
-The variable `ranks` is the group: `ranks["x"]` has a variable's values by rank, `ranks["x"] = 3` sets one, and
-`ranks.timeline()` shows what the latest cell did.
+The variable `ranks` is the group: `ranks["x"]` has a variable's values by rank, and `ranks.timeline()` shows what the
+latest cell did.
 """
 
 from __future__ import annotations
 
-import ast
 import atexit
-import re
 import sys
-import traceback
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from mpkit.common.tracebacks import public
-from mpkit.launch.notebook.session import CellFailed, RankSession, failure, show_values
+from mpkit.launch.notebook.session import RankSession, failure, show_values
 
 __all__ = ["RankMagics", "load", "ranks_of"]
 
@@ -47,22 +43,24 @@ class RankMagics(Magics):
     @public
     def ranks_cell(self, line: str, cell: str) -> None:
         """Run a cell on ranks; see the module."""
-        text, device = re.fullmatch(r"\s*(.*?)\s*(cpu|cuda|auto|)\s*", line).groups()  # type: ignore[union-attr]
-        session = self.session
+        text, session = line.strip(), self.session
         if session is None or session.has_ended:
-            session, text = self._start(text, device)
+            session, text = self._start(text)
         elif text.isdecimal() and int(text) == session.ranks:  # the first cell, run again
-            text = "all"
+            text = ""
         elif text.isdecimal():
             raise UsageError(
                 f"there are {session.ranks} ranks already. `%%ranks {text},` with a comma runs a cell on rank {text} "
                 f"alone; `%ranks_reset` and `%%ranks {text}` start {text} in their place, without their variables"
             )
         try:
-            chosen = ranks_of(text or "all", session.ranks)
+            chosen = ranks_of(text, session.ranks)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        self._run(session, chosen, "\n" + cell)
+        answers = session.run("\n" + cell, chosen, name=_name_of_cell(self.shell))
+        show_values(answers)
+        if failed := failure(answers, session.ranks):
+            raise failed
 
     @line_magic("ranks_reset")  # type: ignore[arg-type]
     @public
@@ -76,49 +74,25 @@ class RankMagics(Magics):
             self.session.close()
             self.session = None
 
-    def _start(self, text: str, device: str) -> tuple[RankSession, str]:
+    def _start(self, text: str) -> tuple[RankSession, str]:
         """Start the ranks that a line asks for, or as many as there were; return them, and the ranks it chooses."""
         before = self.session
         if before is None and not text.isdecimal():
             raise UsageError(FIRST if not text else f"{FIRST}; {text!r} is no number")
         self.ranks_reset()
         if text.isdecimal():
-            self.session, chosen = RankSession(int(text), device or "auto"), "all"
+            made, text = RankSession(int(text)), ""
         else:
             assert before is not None
             print(f"mpkit: {before.ranks} new ranks; the variables of the earlier ones are gone")
-            self.session, chosen = RankSession(before.ranks, device or before.device), text
+            made = RankSession(before.ranks)
         assert self.shell is not None
-        names = self.shell.user_ns
-        if isinstance(names.get("ranks"), (RankSession, type(None))):
-            names["ranks"] = self.session
-        else:
-            print(
-                'mpkit: `ranks` is a variable of yours, which stays; without it, ranks["x"] would have values by rank'
-            )
-        return self.session, chosen
-
-    def _run(self, session: RankSession, chosen: list[int], code: str) -> None:
-        name = _name_of_cell(self.shell)
-        try:
-            ast.parse(code, name)
-        except SyntaxError as error:
-            raise CellFailed("".join(traceback.format_exception_only(error))) from None
-        answers = session.run(code, chosen, name=name)
-        show_values(answers)
-        calls = {rank: each.calls for rank, each in answers.items()}
-        note = ""
-        if len(set(calls.values())) > 1:
-            fewest, most = (pick(calls, key=calls.__getitem__) for pick in (min, max))
-            note = (
-                f"rank {most} has made {calls[most]} collective calls and rank {fewest} {calls[fewest]}: the next "
-                "one will not match. %ranks_reset and %%ranks start again."
-            )
-        failed = failure(answers, session.ranks, note)
-        if failed is not None:
-            raise failed
-        if note:
-            print(f"mpkit: {note}")
+        if isinstance(
+            self.shell.user_ns.setdefault("ranks", made), RankSession
+        ):  # and no variable of the user's own
+            self.shell.user_ns["ranks"] = made
+        self.session = made
+        return made, text
 
 
 def _name_of_cell(shell: Any) -> str:
@@ -133,34 +107,24 @@ def _name_of_cell(shell: Any) -> str:
 
 
 def ranks_of(text: str, world_size: int) -> list[int]:
-    """Return the ranks that a text chooses: numbers and ranges as in Python, "all", or a number and a comma.
+    """Return the ranks that a text chooses: numbers with commas between, or all.
 
-    >>> ranks_of("0,2", 4), ranks_of("1:", 4), ranks_of("2,", 4), ranks_of("-1,", 4), ranks_of("all", 2)
-    ([0, 2], [1, 2, 3], [2], [3], [0, 1])
+    >>> ranks_of("0,2", 4), ranks_of("2,", 4), ranks_of("", 2)
+    ([0, 2], [2], [0, 1])
 
     Raises:
         ValueError: there is no such rank.
     """
-    every = range(world_size)
-    if text == "all":
-        return [*every]
-    chosen: set[int] = set()
-    for one in filter(None, re.split(r"[,\s]+", text)):
-        if not (match := re.fullmatch(r"(-?\d+)?(:(-?\d+)?)?", one)):
-            raise ValueError(f"%%ranks {text}: what chooses ranks is a line such as 0,2 or 1: or all")
-        start, colon, stop = match.groups()
-        if colon:
-            chosen.update(every[slice(int(start) if start else None, int(stop) if stop else None)])
-        elif not -world_size <= int(start) < world_size:
+    numbers = [each.strip() for each in text.split(",") if each.strip()]
+    for each in numbers:
+        if not each.isdecimal():
+            raise ValueError(f"%%ranks {text}: what chooses ranks is a line such as 0,2, or none for all")
+        if int(each) >= world_size:
             raise ValueError(
-                f"there is no rank {start}: this session has ranks 0 to {world_size - 1}; %ranks_reset and %%ranks "
+                f"there is no rank {each}: this session has ranks 0 to {world_size - 1}; %ranks_reset and %%ranks "
                 "start another with more, without the variables of this one"
             )
-        else:
-            chosen.add(int(start) % world_size)
-    if not chosen:
-        raise ValueError(f"{text!r} chooses no ranks of {world_size}: 0,2 and 1:3 and all do")
-    return sorted(chosen)
+    return sorted({int(each) for each in numbers}) or [*range(world_size)]
 
 
 def load(shell: Any) -> None:

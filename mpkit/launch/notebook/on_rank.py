@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.common.disk import write_whole
-from mpkit.common.exceptions import one_line, report
 from mpkit.common.launch_folder import part
 from mpkit.launch.process.output import LabelledLines, end_lines
 from mpkit.launch.process.rank import describe
@@ -44,16 +43,14 @@ class Request:
     """What the ranks are asked to do.
 
     Attributes:
-        do: "begin", "cell", "put" or "get".
+        do: "begin", "cell" or "get".
         text: the cell's code, or the name of a variable.
         name: what tracebacks call the cell.
-        value: for "put": a pickled value.
     """
 
     do: str
     text: str = ""
     name: str = ""
-    value: bytes = b""
 
 
 @dataclass
@@ -62,18 +59,16 @@ class Reply:
 
     Attributes:
         state: "ok", "error" or "interrupted".
-        shown: what a notebook displays for the value of the cell's last expression, by type; empty if it has none.
+        shown: the value of the cell's last expression as text; "" if it has none.
         value: for "get": the pickled value.
         error: for an error: its type, message and traceback, and the traceback without the frames of libraries.
-        calls: how many collective calls this rank has made among all ranks.
         ops, recorded: how many operations its trace had when the cell began, and how many the cell added.
     """
 
     state: str = "ok"
-    shown: dict[str, str] = field(default_factory=dict)
+    shown: str = ""
     value: Any = None
     error: dict[str, str] = field(default_factory=dict)
-    calls: int = 0
     ops: int = 0
     recorded: int = 0
 
@@ -111,7 +106,7 @@ def serve(context: Context) -> None:
                 given = Reply("interrupted")
             if os.getpid() != own:  # a child that the cell has forked and not ended
                 os._exit(0)
-            given.calls, given.ops, given.recorded = context.comm.issued, ops, record.count - ops
+            given.ops, given.recorded = ops, record.count - ops
             end_lines()
             write_whole(part(folder, rank, f"answer{number}"), dumps(given))
 
@@ -133,14 +128,9 @@ def _namespace(context: Context) -> dict[str, Any]:
 
 
 def _answer(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
-    match request.do:
-        case "cell":
-            return _cell(context, request, namespace)
-        case "put":
-            namespace[request.text] = pickle.loads(request.value)
-        case "get":
-            return _get(request.text, namespace)
-    return Reply()
+    if request.do == "begin":
+        return Reply()
+    return _cell(context, request, namespace) if request.do == "cell" else _get(request.text, namespace)
 
 
 def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
@@ -167,9 +157,6 @@ def _get(name: str, namespace: dict[str, Any]) -> Reply:
 
 # ---- a cell ------------------------------------------------------------------------------------------------------
 
-RICH = {"text/html": "_repr_html_", "image/svg+xml": "_repr_svg_"}
-"""What is shown besides text, if an object has it, by the method that returns it."""
-
 
 def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
     """Run a cell.
@@ -184,7 +171,7 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
         value = _value(code, name, namespace)
         if value is not None:
             namespace["_"] = value
-        return Reply(shown=_show_value(value))
+        return Reply(shown="" if value is None else repr(value))
     except KeyboardInterrupt:
         return Reply("interrupted")
     except BaseException as error:  # SystemExit too, which would end the session
@@ -203,18 +190,3 @@ def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:
     exec(compile(tree, name, "exec"), namespace)
     value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
     return None if quiet else value
-
-
-def _show_value(value: Any) -> dict[str, str]:
-    if value is None:
-        return {}
-    shown = {"text/plain": repr(value)}
-    for kind, method in RICH.items():
-        try:
-            rich = getattr(value, method, lambda: None)()
-        except Exception as error:  # of the user's own class; the text is there
-            report(f"{type(value).__name__}.{method} raised {one_line(error)}; the value is shown as text")
-            continue
-        if isinstance(rich, str):
-            shown[kind] = rich
-    return shown

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpkit.common.disk import write_whole
 from mpkit.common.launch_folder import part
-from mpkit.common.safe_text import escape, visible
+from mpkit.common.safe_text import visible
 from mpkit.common.tracebacks import internals_shown, public
 from mpkit.errors import Deadlock, MpkitError, RankFailed
 from mpkit.launch.launch import Launch
@@ -54,17 +54,13 @@ class SessionEnded(MpkitError):
 class RankSession:
     """A group of ranks that stays.
 
-    Args:
-        ranks, device: as in `Cluster`.
-
     Attributes:
         cluster: the cluster; for trainings, make another.
-        ranks, device: as they were asked for.
+        ranks: their number.
     """
 
-    def __init__(self, ranks: int, device: str = "auto") -> None:
-        self.cluster = Cluster(ranks, device)
-        self.ranks, self.device = ranks, device
+    def __init__(self, ranks: int) -> None:
+        self.cluster, self.ranks = Cluster(ranks), ranks
         self._number = 0
         self._began: dict[int, int] = {}  # by rank, the ops before the latest cell that added some
         launch = self.cluster.launch(serve, ())
@@ -139,14 +135,6 @@ class RankSession:
                 kind = NameError if each.error["type"] == "NameError" else MpkitError
                 raise kind(f"ranks[{name!r}]: on rank {rank}, {each.error['type']}: {each.error['message']}")
         return [pickle.loads(answers[rank].value) for rank in range(self.ranks)]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Give every rank a variable of this value."""
-        if not name.isidentifier():
-            raise ValueError(f"ranks[{name!r}] = ...: a variable has a name such as 'x'")
-        from mpkit.strategies.packing.packing import dumps
-
-        self._ask(Request("put", name, value=dumps(value)), list(range(self.ranks)))
 
     # ---- requests -----------------------------------------------------------------------------------------
 
@@ -270,29 +258,15 @@ def show_values(answers: Mapping[int, Reply]) -> None:
     """Display the value of the cell's last expression, once for all ranks where it is the same."""
     from IPython.display import display
 
-    by_value = same(answers, lambda answer: tuple(answer.shown.items()))
-    for shown, ranks in by_value.items():
-        bundle = dict(shown)
-        if not bundle:
-            continue
-        label, lines = f"[{spelt(ranks)}]", bundle["text/plain"].splitlines()
-        text = f"{label} {lines[0]}" if len(lines) == 1 else "\n".join([label, *lines])
-        bundle["text/plain"] = "\n".join(visible(line) for line in text.splitlines())
-        for kind in ("text/html", "image/svg+xml"):
-            if kind in bundle:
-                head = f'<div style="font-family:monospace;margin-top:6px">{escape(label)}</div>'
-                bundle["text/html"] = head + bundle.pop(kind)
-        display(bundle, raw=True)  # type: ignore[no-untyped-call]
+    for shown, ranks in same(answers, lambda answer: answer.shown).items():
+        if shown:
+            label, lines = f"[{spelt(ranks)}]", shown.splitlines()
+            text = f"{label} {lines[0]}" if len(lines) == 1 else "\n".join([label, *lines])
+            display({"text/plain": visible(text)}, raw=True)  # type: ignore[no-untyped-call]
 
 
-def failure(answers: Mapping[int, Reply], world_size: int, note: str = "") -> CellFailed | None:
-    """Return the error of the ranks that raised, the same one once; None if none did.
-
-    Args:
-        answers: by rank.
-        world_size: the number of ranks.
-        note: what to add at the end.
-    """
+def failure(answers: Mapping[int, Reply], world_size: int) -> CellFailed | None:
+    """Return the error of the ranks that raised, the same one once; None if none of the answers, by rank, is one."""
     failed = {rank: each for rank, each in answers.items() if each.state == "error"}
     if not failed:
         return None
@@ -303,8 +277,6 @@ def failure(answers: Mapping[int, Reply], world_size: int, note: str = "") -> Ce
         error = failed[ranks[0]].error
         said = f"{error['type']}: {error['message']}"
         parts.append(f"{spelt(ranks)} of {world_size}: {said}\n\n{text.rstrip()}")
-    if note:
-        parts.append(note)
     first = min(failed)
     return CellFailed("\n\n".join(parts), rank=first, traceback=failed[first].error.get("traceback", ""))
 
