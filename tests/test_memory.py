@@ -77,7 +77,7 @@ def fails(clusters: Clusters, plan: mk.Plan, forward: int) -> mk.RankFailed:
     return raised.value
 
 
-def test_the_error_ends_with_the_picture_and_three_plans(clusters: Clusters) -> None:
+def test_the_error_ends_with_the_picture_and_a_plan(clusters: Clusters) -> None:
     """In the third step, when the optimizer's states are there."""
     error = fails(clusters, mk.Plan.ddp(2), 2)
     said = str(error)
@@ -90,11 +90,8 @@ def test_the_error_ends_with_the_picture_and_three_plans(clusters: Clusters) -> 
     assert [line.split()[0] for line in tail[1 : 1 + len(CATEGORIES)]] == list(CATEGORIES)
     assert tail[6].split()[:2] == ["in", "all"]
     assert tail[7].startswith("Parameters, gradients and optimizer states take most of it.")
-    assert [line.split(".")[0].strip() for line in tail[8:]] == ["1", "2", "3"]
-    assert "mk.Plan(dp=2, zero=1): optimizer states divided by 2 (costs as much traffic as DDP)" in tail[8]
-    assert "mk.Plan(pp=2, schedule='1f1b', microbatches=4)" in tail[9]  # a stage in place of a replica
-    for line in tail[8:]:
-        eval(line.split(". ", 1)[1].split(": ")[0], {"mk": mk})  # each plan can be pasted
+    plan = tail[7].split("What would help: ")[1].split(". mk.fits")[0]
+    assert eval(plan, {"mk": mk}) == mk.Plan(dp=2, zero=1)  # it can be pasted
     assert "Traceback" not in "".join(tail)
 
 

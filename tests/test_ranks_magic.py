@@ -24,7 +24,7 @@ def shell() -> Iterator[InteractiveShell]:
         made = InteractiveShell.instance()
     made.run_line_magic("colors", "nocolor")
     made.run_line_magic("load_ext", "mpkit")
-    made.run_cell("%%ranks 3 cpu\npass")
+    made.run_cell("%%ranks 3\npass")
     yield made
     made.run_line_magic("ranks_reset", "")
     InteractiveShell.clear_instance()
@@ -65,19 +65,13 @@ def test_variables_stay_on_each_rank(run: Run, shell: InteractiveShell) -> None:
     assert texts(run("%%ranks 3\nx"))[0] == "[rank 0] 1"  # the first cell again
     assert shell.user_ns["ranks"]["x + 1"] == [2, 3, 4]
     assert shell.user_ns["ranks"]["total"][2].tolist() == [18]
-    shell.user_ns["ranks"]["rate"] = 0.5
-    assert texts(run("%%ranks\nrate")) == ["[ranks 0-2] 0.5"]
     with pytest.raises(NameError, match=r"on rank \d, NameError: name 'nothing'"):
         shell.user_ns["ranks"]["nothing"]
 
 
-def test_classes_of_a_cell_can_be_fetched_and_html_is_shown(run: Run, shell: InteractiveShell) -> None:
-    run(
-        "%%ranks\nimport pandas as pd\nclass Point:\n    def __init__(self, x):\n        self.x = x\np = Point(rank)"
-    )
+def test_classes_of_a_cell_can_be_fetched(run: Run, shell: InteractiveShell) -> None:
+    run("%%ranks\nclass Point:\n    def __init__(self, x):\n        self.x = x\np = Point(rank)")
     assert [point.x for point in shell.user_ns["ranks"]["p"]] == [0, 1, 2]
-    (output,) = run("%%ranks\npd.DataFrame({'a': [1, 2]})").outputs
-    assert "[ranks 0-2]" in output.data["text/html"] and "<table" in output.data["text/html"]
 
 
 def test_errors_say_where_in_the_cell_and_variables_stay(run: Run, shell: InteractiveShell) -> None:
@@ -91,10 +85,8 @@ def test_errors_say_where_in_the_cell_and_variables_stay(run: Run, shell: Intera
     shown = run("%%ranks\nraise SystemExit('over')", fails=True)
     assert shown.stdout.startswith("ranks 0-2 of 3: SystemExit: over")
     shown = run("%%ranks\nx = 1\nfor = 2", fails=True)
-    assert (
-        f'File "Cell In[{shell.execution_count - 1}]", line 3' in shown.stdout
-        and len(shown.stdout.splitlines()) == 4
-    )
+    assert f'File "Cell In[{shell.execution_count - 1}]", line 3' in shown.stdout
+    assert "SyntaxError" in shown.stdout
 
 
 def test_all_that_a_cell_prints_is_shown_with_it(run: Run) -> None:
@@ -124,7 +116,7 @@ def test_an_interrupt_ends_the_cell_and_leaves_variables(run: Run, shell: Intera
     [
         ("%%ranks 2\nx", "with a comma runs a cell on rank 2 alone"),
         ("%%ranks 0,7\nx", "there is no rank 7"),
-        ("%%ranks first\nx", "0,2 or 1: or all"),
+        ("%%ranks first\nx", "such as 0,2, or none for all"),
         ("%ranks_reset 4", "then %%ranks 4 starts others"),
     ],
 )
@@ -143,7 +135,7 @@ def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShel
 def test_a_rank_that_dies_between_two_cells_ends_the_session_with_the_reason(
     run: Run, shell: InteractiveShell
 ) -> None:
-    run("%%ranks 3 cpu\npass")
+    run("%%ranks 3\npass")
     os.kill(session(shell).pids[1], signal.SIGKILL)
     shown = run("%%ranks\nrank", fails=True)
     assert "rank 1 of 3 was killed by SIGKILL" in shown.stdout and "their variables are gone" in shown.stdout

@@ -21,7 +21,7 @@ EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches
 
 RANKS = (
     "%load_ext mpkit",
-    "%%ranks 4 cpu\nx = torch.ones(2) * rank\ncomm.all_reduce(x)\nprint('rank', rank, 'of', world_size)\n"
+    "%%ranks 4\nx = torch.ones(2) * rank\ncomm.all_reduce(x)\nprint('rank', rank, 'of', world_size)\n"
     "x * rank",
     "%%ranks\nif rank == 2:\n    x.nothing\nrank",
     "%%ranks\nimport time\nprint('asleep')\ntime.sleep(600)",

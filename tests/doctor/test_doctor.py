@@ -72,8 +72,7 @@ def test_a_notebook_shows_the_report_once(monkeypatch: pytest.MonkeyPatch) -> No
     shown: list[object] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda *parts: shown.append(parts))
-    bundle = CheckupReport(())._repr_mimebundle_()
-    assert bundle["text/plain"] == plain != ""
+    assert str(CheckupReport(())) == plain != ""
     assert shown == []
 
 
@@ -89,10 +88,7 @@ def test_every_finding_has_evidence_and_those_that_cost_say_what_mends_them(case
         if finding.level == "costs":
             assert finding.costs and finding.fix, finding
     assert f"Not this machine: stored facts of {case}" in str(found)
-    assert len(found.to_dataframe()) == len(found.findings)
     assert len(json.loads(found.to_json())["findings"]) == len(found.findings)
-    html = found._repr_mimebundle_()["text/html"]
-    assert html.count("<tr>") == len(found.findings) + 1
 
 
 @pytest.mark.parametrize("case", ["8x-a100-nvswitch", "8x-h100-nvswitch"])

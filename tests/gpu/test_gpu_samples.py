@@ -18,7 +18,7 @@ from mpkit.common.launch_folder import Settings
 from mpkit.devices.local.gpus import Gpu, inventory_of_gpus
 from mpkit.devices.local.nvml import GpuReading, NvmlGpu
 from mpkit.launch import gpu_sampler
-from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for
+from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sampler_for
 from mpkit.trace import MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import device_lines, pack_tracks
@@ -49,13 +49,12 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 def played(gpu: str, ops: int = 8) -> RankTrace:
     """A rank whose forwards take 50 ms of each 100 ms, and the samples of its GPU at the end of each 100 ms."""
-    fake, samples, before = FakeNvml(), [], None
+    fake, samples = FakeNvml(), []
     asked = NvmlGpu(fake, gpu)
     for number in range(8):
         now = ORIGIN + (number + 1) * TENTH
         reading = asked.read()
-        samples.append(np.frombuffer(sample_of(now, reading, before), SAMPLE))
-        before = now, reading
+        samples.append(np.array([(now, *reading)], SAMPLE))
         fake.next_round(gpu)
     recorded = np.zeros(ops, OP)
     recorded["kind"], recorded["lane"] = Kind.FORWARD, Lane.COMPUTE
@@ -78,22 +77,12 @@ def trace() -> mk.Trace:
 def test_a_gpu_is_read_in_bytes() -> None:
     fake = FakeNvml()
     reading = NvmlGpu(fake, FIRST).read()
-    assert reading == GpuReading(0, 2e9, 1024 * 3_000_005, 1024 * 3_000_005, 12e6, 40e6)
+    assert reading == GpuReading(0, 2e9)
 
 
 def test_what_a_gpu_does_not_tell_is_nan() -> None:
     reading = NvmlGpu(FakeNvml({"GPU-old": [{"utilisation": 7}]}), "GPU-old").read()
-    assert reading.utilisation == 7 and np.isnan(reading[1:]).all()
-    assert np.isnan(NvmlGpu(FakeNvml(), SECOND).read().nvlink_sent)  # no NVLink
-
-
-def test_nvlink_is_bytes_per_second_since_the_sample_before() -> None:
-    before = (ORIGIN, GpuReading(0, 0, 1000.0, 500.0, 0, 0))
-    [sample] = np.frombuffer(sample_of(ORIGIN + TENTH, GpuReading(0, 0, 4000.0, 400.0, 0, 0), before), SAMPLE)
-    assert sample["nvlink_sent"] == pytest.approx(30_000)
-    assert np.isnan(sample["nvlink_received"])  # the counter was set back
-    [first] = np.frombuffer(sample_of(ORIGIN, before[1], None), SAMPLE)
-    assert np.isnan(first["nvlink_sent"])
+    assert reading.utilisation == 7 and np.isnan(reading.memory)
 
 
 def test_ranks_find_their_gpu_by_uuid(nvml: FakeNvml) -> None:
@@ -111,7 +100,7 @@ def test_a_missing_package_is_said_with_its_command(
     sampler = sampler_for(settings())
     said = sampler.meta["gpus_not_sampled"]
     assert said == (
-        "GPUs were not sampled (utilisation, memory in use, link traffic): the package nvidia-ml-py is missing; "
+        "GPUs were not sampled (utilisation, memory in use): the package nvidia-ml-py is missing; "
         'pip install "mpkit[gpu]" installs it.'
     )
     bare = mk.Trace(
@@ -167,7 +156,6 @@ def test_samples_are_on_the_measured_clock(trace: mk.Trace) -> None:
     mine = timeline.device_samples[timeline.device_samples["rank"] == 0]
     assert mine["time"] == pytest.approx(np.arange(1, 9) / 10)
     assert mine["utilisation"].tolist() == [0, 35, 88, 97, 96, 91, 40, 5]
-    assert mine["nvlink_sent"][2] == pytest.approx(3 * 35 * 1024 * 1024 / 0.1)  # three links
 
 
 # ---------------------------------------------------------------- drawn
@@ -176,8 +164,7 @@ def test_samples_are_on_the_measured_clock(trace: mk.Trace) -> None:
 def test_each_kind_of_sample_is_a_track(trace: mk.Trace) -> None:
     head, values = pack_tracks(mk.Timeline.of(trace))
     tracks = {track["name"]: track for track in head["tracks"]}
-    assert list(tracks) == ["GPU utilisation", "GPU memory in use", "PCIe traffic", "NVLink traffic"]
-    assert [rank for rank, _ in tracks["NVLink traffic"]["ranks"]] == [0]  # rank 1's GPU has no NVLink
+    assert list(tracks) == ["GPU utilisation", "GPU memory in use"]
     assert tracks["GPU utilisation"]["most"] == 100
     floats, at, found = np.frombuffer(values), 0, {}
     for track in head["tracks"]:
@@ -190,15 +177,14 @@ def test_each_kind_of_sample_is_a_track(trace: mk.Trace) -> None:
     times, levels = found["GPU utilisation", 0]
     assert times.tolist() == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     assert levels[:, 0].tolist() == [0, 35, 88, 97, 96, 91, 40, 5, 5]  # each over the time before it
-    assert found["PCIe traffic", 1][1][0].tolist() == [12e6, 40e6]
 
 
 def test_text_has_a_line_per_gpu(trace: mk.Trace) -> None:
     timeline = mk.Timeline.of(trace)
     cells = [re.split(r"  +", line) for line in device_lines(timeline)]
     assert cells == [
-        ["GPU: mean (highest)", "utilisation", "memory in use", "PCIe traffic", "NVLink traffic", "samples"],
-        ["GPU 0", "56 % (97 %)", "2.7 GiB (3.5 GiB)", "48.5 MB/s (52.0 MB/s)", "3.01 GB/s (4.58 GB/s)", "8"],
-        ["GPU 1", "56 % (97 %)", "4.1 GiB (4.9 GiB)", "48.5 MB/s (52.0 MB/s)", "not told", "8"],
+        ["GPU: mean (highest)", "utilisation", "memory in use", "samples"],
+        ["GPU 0", "56 % (97 %)", "2.7 GiB (3.5 GiB)", "8"],
+        ["GPU 1", "56 % (97 %)", "4.1 GiB (4.9 GiB)", "8"],
     ]
     assert device_lines(timeline)[0] in str(timeline)

@@ -124,7 +124,7 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
         (lambda: mk.Cluster(0), r"Cluster\(ranks=0\): a number of processes, 1 or more"),
         (lambda: mk.Cluster("4"), r"Cluster\(ranks='4'\)"),  # type: ignore[arg-type]
         (lambda: mk.Cluster(10_000), "10000 processes on this machine"),
-        (lambda: mk.Cluster(2, device="gpu"), "did you mean 'cuda'"),
+        (lambda: mk.Cluster(2, device="cdua"), "device='cdua'.*did you mean 'cuda'"),
         (lambda: mk.Cluster(2, start="thread"), "there are 'fork' and 'spawn'"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_module_edited_since_its_import_is_reported(
     assert clusters(2).run(net.scale) == [30, 30]
 
 
-# ---- What each forked rank draws is its own, and what the caller has set for logging holds on ranks too.
+# ---- What each forked rank draws is its own.
 
 
 def draws(_: Any = None) -> dict[str, str]:

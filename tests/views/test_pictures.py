@@ -266,8 +266,6 @@ def test_a_colour_means_one_thing(theme: str) -> None:
         assert apart(one, two) > 25
     for (word, one), (other, two) in product(devices.items(), [*categories.items(), *CAUSE_INKS.items()]):
         assert np.linalg.norm(rgb(one) - rgb(two)) > 25, (word, other)
-    for way in ("nvlink", "pcie"):
-        assert apart(devices[f"{way}_sent"], devices[f"{way}_received"]) > 60
     for one, two in combinations(CAUSE_INKS.values(), 2):
         assert apart(one, two) > 25
 
