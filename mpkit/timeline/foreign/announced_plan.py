@@ -1,10 +1,10 @@
 """The plan that the libraries of a trace's program announce, and what they leave open.
 
     pipeline       annotations of torch.distributed.pipelining, "PP:2F0": stages, and the order on each rank
-    replicas       DistributedDataParallel.forward; FSDP2's gathers and reductions by layer; ZeroRedundancyOptimizer
+    replicas       DistributedDataParallel.forward; FSDP2's gathers by layer; ZeroRedundancyOptimizer
     meshes         a DeviceMesh's axis in the description of a process group: tp, cp, ep, dp
     left           communication within forwards and backwards that none of these explains: then no plan follows, and
-                   what would fit is listed; `mk.open(path, plan=...)` takes the plan of who knows it
+                   `mk.open(path, plan=...)` takes the plan of who knows the program
 
 Sizes of groups count absent ranks too, so that a few ranks of many tell them as well.
 """
@@ -83,32 +83,17 @@ def said_by(events: Events) -> dict[str, Any]:
         word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
     )
     steps = sum(count for word, count in words.items() if PATTERNS["step"].match(word))
-    return _said(words, words["DistributedDataParallel.forward"], steps, next(optimizers, ""))
-
-
-def _said_by_records(rank: RankTrace) -> dict[str, Any]:
-    """Return the same for the last step of a rank whose program was watched."""
-    actions = rank.ops[rank.ops["depth"] == 0]
-    kinds = Counter((int(row["kind"]), rank.name(int(row["name"]))) for row in actions)
-    words = Counter[str]()
-    for (_, word), count in kinds.items():  # "FSDP::all_gather (blocks.0): float32[4160]"
-        words[word.rpartition(": ")[0]] += count
-    optimizer = next((word for kind, word in kinds if kind == Kind.OPTIMIZER), "")
-    return _said(words, kinds[Kind.FORWARD, "DistributedDataParallel"], 1, optimizer)
-
-
-def _said(words: Counter[str], ddp: int, steps: int, optimizer: str) -> dict[str, Any]:
     found = ((PATTERNS["fsdp"].match(word), count) for word, count in words.items())
-    gathers = {match[2]: count for match, count in found if match and match[1] == "all_gather"}
-    return {"ddp": ddp, "fsdp": gathers, "steps": steps, "optimizer": optimizer}
+    gathers = {match[1]: count for match, count in found if match}
+    called = words["DistributedDataParallel.forward"]
+    return {"ddp": called, "fsdp": gathers, "steps": steps, "optimizer": next(optimizers, "")}
 
 
 def infer(trace: Trace) -> InferredStrategy:
     """Return the plan that the libraries of an imported trace's program announce, and what it follows from."""
     imported = trace.meta.get("imported", {})
     ranks = [_last_step(rank) for rank in trace.ranks]
-    facts = list(imported.get("said", [])) or [*map(_said_by_records, ranks)]
-    groups = list(imported.get("groups", [])) or [{} for _ in ranks]
+    facts, groups = list(imported.get("said", [])), list(imported.get("groups", [])) or [{} for _ in ranks]
     calls = [_calls(rank, mine) for rank, mine in zip(ranks, groups, strict=True)]
     everything = [call for mine in calls for call in mine]
     options: dict[str, Any] = {}
@@ -185,27 +170,19 @@ def _meshes(calls: list[Call]) -> Found:
 
 
 def _fsdp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
-    """Return what FSDP2's annotations say; with an all-reduce of each shard besides, shards are hybrid."""
+    """Return what FSDP2's annotations say."""
     layers = {layer: count for each in facts for layer, count in each["fsdp"].items()}
     gathers = [call for call in calls if call.kind == Kind.ALL_GATHER]
     if not layers or not gathers:
         return {}, []
-    among = _most(gathers)
-    each = max(layers.values()) / (max(fact["steps"] for fact in facts) or 1)
+    shards, each = _most(gathers), max(layers.values()) / (max(fact["steps"] for fact in facts) or 1)
     zero = 3 if each > 1 else 2
     again = "again in the backward" if zero == 3 else "and keeps them for the backward"
-    shards, replicas = _hybrid(calls, among)
     names = ", ".join([*layers][:3]) + (", ..." if len(layers) > 3 else "")
     evidence = [
         f"FSDP2 gathers {len(layers)} groups of parameters ({names}) among {shards} ranks in the forward, {again} "
         f"({each:g} gathers of each per step): ZeRO-{zero}."
     ]
-    if replicas > 1:
-        evidence.append(
-            f"It reduces each shard among {replicas} ranks as well: hybrid shards, {replicas} copies of {shards} "
-            f"shards, which is dp_shard={shards}, dp_replicate={replicas}."
-        )
-        return {"dp": shards * replicas, "zero": zero, "dp_shard": shards, "dp_replicate": replicas}, evidence
     return {"dp": shards, "zero": zero}, evidence
 
 
@@ -215,26 +192,6 @@ def _most(calls: list[Call]) -> int:
     for call in calls:
         sizes[call.size] += call.nbytes + 1
     return sizes.most_common(1)[0][0]
-
-
-def _hybrid(calls: list[Call], among: int) -> tuple[int, int]:
-    """Return among how many ranks parameters are sharded, and how many ranks have the same shard.
-
-    After each reduce-scatter of the backward hybrid shards have an all-reduce of the shard, which is so many times
-    smaller. That holds as well where the file does not tell the ranks of a group.
-    """
-    scatters = [call for call in calls if call.kind == Kind.REDUCE_SCATTER]
-    sums = [
-        call for call in calls if call.kind == Kind.ALL_REDUCE and call.nbytes > FEW and call.axis != "tp"
-    ]
-    if not scatters or len(sums) < len(scatters):
-        return among, 1
-    parts = {a.nbytes / b.nbytes for a, b in zip(scatters, sums, strict=False)}
-    part = parts.pop()
-    if parts or part < 2 or part % 1:
-        return among, 1
-    shards = int(part)
-    return shards, max(sums[0].size if scatters[0].size == shards else scatters[0].size // shards, 1)
 
 
 def _ddp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
@@ -341,7 +298,7 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
             call.size < 2
             or call.axis in known_axes
             or (not is_message and (call.phase < 0 or 0 < call.nbytes <= FEW))
-            or (fsdp and call.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
+            or (fsdp and call.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
             or (ddp and (call.kind == Kind.BROADCAST or id(call) in gradients))
             or (is_message and "pp" in options)
         )
@@ -351,28 +308,9 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
     return [
         f"{len(sizes)} {kind.word.replace('_', '-')}s among {size} ranks"
         + f" within {phase.word}s" * (kind not in MESSAGES)
-        + f", which no library names: {_possible(kind, size, phase, sizes)}. Name it: mk.open(path, plan=...)."
+        + ", which no library names. You know the program: mk.open(path, plan=mk.Plan(...))."
         for (kind, size, phase), sizes in sorted(left.items())
     ]
-
-
-def _possible(kind: Kind, size: int, phase: Kind, sizes: list[int]) -> str:
-    """Return which plans such communication of these payloads would fit."""
-    layers = f"layers that are divided (tp={size})"
-    gathered = (
-        f"sharded parameters (dp={size}, zero=1 to 3)",
-        (f"layers divided with their sequences (tp={size}, sequence_parallel=True)"),
-    )
-    exchanged = [f"experts that are divided (ep={size})"] * (len(sizes) % 2 == 0) + [
-        f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
-    ] * (len(sizes) % 4 == 0 and len({*sizes}) == 1)
-    stages = ["stages of a pipeline", "a ring of sequences (cp, cp_method='ring')"]
-    fits = {
-        Kind.ALL_TO_ALL: exchanged, Kind.SEND: stages, Kind.RECV: stages,
-        Kind.ALL_REDUCE: [layers] if phase == Kind.FORWARD else [f"replicas (dp={size})", layers],
-        Kind.ALL_GATHER: gathered, Kind.REDUCE_SCATTER: gathered,
-    }.get(kind, [])  # fmt: skip
-    return "it fits " + ", or ".join(fits) if fits else "it fits no plan of mpkit's"
 
 
 # ---- whether views may name groups by it ------------------------------------------------------------------------

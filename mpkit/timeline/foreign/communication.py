@@ -1,9 +1,9 @@
 """The communications of one rank, from whatever its file has of them.
 
-    kernels        of NCCL on a GPU: the metadata is on the kernel, or on the `record_param_comms` that launched it
-    operators      of c10d on a CPU: issued by the operator, carried out where the backend's annotation is (`gloo:...`)
-    annotations    alone, where there is neither: `nccl:all_to_all` of a run whose kernels were not recorded
-    metadata       since torch 2.2; where there is none, the payload follows from the shapes of the inputs
+    kernels        of NCCL on a GPU, with the metadata that torch writes to them since 2.2; of another library their
+                   name tells what they do
+    operators      of c10d on a CPU: issued by the operator, carried out where the backend's annotation is (`gloo:...`);
+                   the payload follows from the shapes of the inputs
 
 Payloads count as in the kit's own traces, which is as NCCL's documentation counts them: the whole tensor that is
 gathered or scattered.
@@ -30,7 +30,6 @@ MESSAGES = (Kind.SEND, Kind.RECV)
 _KINDS = {word: Kind[kind] for word, kind in TABLE["collectives"].items()}
 _BYTES = {dtype: int(size) for size, dtypes in TABLE["bytes"].items() for dtype in dtypes}
 _ONE_BYTE = re.compile(r"byte|char|bool|u?int8|signed char|unsigned char|(c10::)?float8")
-_ENDS = re.compile(r"([0-9]{1,6})\s*(->|<-)\s*([0-9]{1,6})")
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
@@ -110,7 +109,7 @@ def call_of(
     """Return the communication that metadata describes.
 
     Args:
-        args: the arguments of a `record_param_comms` or of a kernel, as `EventTable.args` has them.
+        args: the arguments of a kernel, as `EventTable.args` has them.
         groups: the ranks of each process group of `distributedInfo`, by name.
         axes: the mesh axes of these groups, by name.
 
@@ -170,19 +169,6 @@ def _payload(args: Mapping[str, Any], dtype: str = "") -> tuple[int, int, str]:
     return elements * _size(dtype), elements, dtype.removeprefix("c10::").lower()
 
 
-def _peer(name: str, kind: Kind | None, otherwise: int = -1) -> int:
-    """Return the other end of a message from an annotation such as "nccl:recv 0<-1", as a rank of the group.
-
-    >>> _peer("nccl:recv 0<-1", Kind.RECV), _peer("nccl:all_reduce", Kind.ALL_REDUCE)
-    (1, -1)
-    """
-    found = _ENDS.search(name)
-    if found is None:
-        return otherwise
-    source, to = (found[1], found[3]) if found[2] == "->" else (found[3], found[1])
-    return int(to if kind == Kind.SEND else source)
-
-
 def _size(dtype: str) -> int:
     word = dtype.lower()
     return _BYTES.get(word, 1 if _ONE_BYTE.match(word) else 0)
@@ -192,55 +178,23 @@ def _size(dtype: str) -> int:
 
 
 def _of_kernels(events: Events) -> Iterator[Comm]:
-    kernel, calls, about = events["kernel"], events["call"], events.about
-    launch, asked_at = events.launches("kernel"), events.asked("kernel")
-    said = _NamedEvents(events, "op", "record_param_comms")
-    annotated = _NamedEvents(events, "annotation", *BACKENDS)
+    kernel, about, asked = events["kernel"], events.about, events.asked("kernel")
     for row in np.flatnonzero(events.communicates).tolist():
-        name, asked = events.names[kernel.name[row]], int(asked_at[row])
-        thread = int(calls.thread[launch[row]]) if launch[row] >= 0 else -1
-        label = annotated.row(thread, asked)
-        metadata = kernel.args.get(row) or events["op"].args.get(said.row(thread, asked)) or {}
-        call = call_of(metadata, about.groups, about.axes)
-        collective = metadata.get("Collective name", "")
-        words = events.names[events["annotation"].name[label]] if label >= 0 else ""
+        name, metadata = events.names[kernel.name[row]], kernel.args.get(row, {})
+        call, collective = call_of(metadata, about.groups, about.axes), metadata.get("Collective name", "")
         if call.kind is None and collective:
             continue  # a wait, or something else that moves nothing
-        if call.kind is None or kind_of(words) in MESSAGES:  # the annotation or the kernel's own name tells
-            nbytes, elements, dtype = _payload(events["annotation"].args.get(label, {}))
-            kind = kind_of(words or name)
-            call = call._replace(
-                kind=kind, nbytes=call.nbytes or nbytes, elements=call.elements or elements,
-                dtype=call.dtype or dtype, peer=_peer(words or name, kind, call.peer),
-                members=call.members or about.world,
-            )  # fmt: skip
+        if call.kind is None:
+            call = call._replace(kind=kind_of(name), members=call.members or about.world)
         if call.kind is None:
             events.assumed["communication of unknown kind, left out"] += 1
             continue
         if not metadata and len(about.world) > 2:
             events.assumed["communication that names no group, taken for one among all ranks"] += 1
         if len(call.members) != 1 or metadata:
-            yield Comm(call, int(kernel.start[row]), int(kernel.end[row]), asked, words or collective or name)
-
-
-class _NamedEvents:
-    """The events of a table whose names begin in one of these ways, found by thread and time."""
-
-    def __init__(self, events: Events, word: str, *beginnings: str) -> None:
-        table = self._table = events[word]
-        rows = events.named(word, lambda name: name.startswith(beginnings))
-        rows = rows[np.argsort(table.start[rows], kind="stable")]
-        threads = table.thread[rows]
-        self._rows = {int(thread): rows[threads == thread] for thread in np.unique(threads)}
-        self._starts = {thread: table.start[mine] for thread, mine in self._rows.items()}
-
-    def row(self, thread: int, time: int) -> int:
-        """Return the row of the event around this time; -1 if there is none."""
-        if thread not in self._rows:
-            return -1
-        at = int(np.searchsorted(self._starts[thread], time, side="right")) - 1
-        row = int(self._rows[thread][at])
-        return row if at >= 0 and self._table.end[row] >= time else -1
+            yield Comm(
+                call, int(kernel.start[row]), int(kernel.end[row]), int(asked[row]), collective or name
+            )
 
 
 # ---- operators and annotations
@@ -282,19 +236,14 @@ def _queue(kind: Kind | None) -> str:
 def _of_operator(events: Events, row: int, run: int) -> Comm:
     """Return what an operator issues (-1: unknown) and an annotation carries out (-1: unknown)."""
     ops, said = events["op"], events["annotation"]
-    carried = _payload(said.args.get(run, {}))
+    carried, peer = _payload(said.args.get(run, {})), -1
     if row < 0:
         name, start, end = events.names[said.name[run]], int(said.start[run]), int(said.end[run])
         kind, asked, payload = kind_of(name), start, carried
-        peer = _peer(name, kind)
     else:
-        name, start, end = (
-            events.names[ops.name[row]].removeprefix("c10d::"),
-            int(ops.start[row]),
-            int(ops.end[row]),
-        )
-        args, kind, asked, peer = ops.args.get(row, {}), kind_of(name), start, -1
-        payload = _payload(args, carried[2])
+        name = events.names[ops.name[row]].removeprefix("c10d::")
+        args, kind, asked, end = ops.args.get(row, {}), kind_of(name), int(ops.start[row]), int(ops.end[row])
+        start, payload = asked, _payload(args, carried[2])
         if kind in MESSAGES:
             peer = next((int(text) for text in args.get("inputs", ()) if _WHOLE.fullmatch(text)), -1)
         if run >= 0:

@@ -41,7 +41,7 @@ TABLE: dict[str, Any] = tomllib.loads(files(__package__).joinpath("kineto.toml")
 PATTERNS: dict[str, re.Pattern[str]] = {name: re.compile(text) for name, text in TABLE["patterns"].items()}
 
 _WORDS = {category: word for word, categories in TABLE["categories"].items() for category in categories}
-_ANNOTATIONS, _IGNORED = tuple(TABLE["annotations"]), frozenset(TABLE["ignored"])
+_IGNORED = frozenset(TABLE["ignored"])
 _DEVICE = ("kernel", "copy", "set")
 
 COLUMNS = ("name", "start", "end", "thread", "correlation", "external", "nbytes", "records", "operand")
@@ -82,7 +82,6 @@ class Events:
 
     Args:
         path: the file.
-        progress: is called with the bytes of it that have been read.
 
     Raises:
         TraceError: the file is no JSON, or an event has something that no tool writes.
@@ -97,19 +96,18 @@ class Events:
         origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
         repairs: what was fixed in the file's JSON, with how often.
         assumed: what was left out or assumed of its events, with how often.
-        unknown: by category that is not known, when its events began and ended, (n, 2) ns.
-        length: ns from the first event to the last.
+        unknown: the categories that are not known, with the number of their events.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+    def __init__(self, path: Path) -> None:
         self._numbers: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
         self._rows = {word: array("q") for word in TABLE["categories"]}
         self._args: dict[str, dict[int, dict[str, Any]]] = {word: {} for word in self._rows}
-        self._unknown: dict[str, array[int]] = {}
+        self.unknown: Counter[str] = Counter()
         self._memory = array("q")
         self.assumed: Counter[str] = Counter()
-        stream = EventStream(path, progress)
+        stream = EventStream(path)
         for number, event in enumerate(stream):
             try:
                 self._take(event)
@@ -183,11 +181,10 @@ class Events:
             self.assumed["event without a time, left out"] += 1
         elif phase == "X":
             category = _text(event["cat"]) if "cat" in event else ""
-            word = _WORDS.get(category.lower(), "")
-            if word == "op" and category == "Operator" and name.startswith(_ANNOTATIONS):
-                word = "annotation"
-            if category.lower() not in _IGNORED:
-                self._add(word, name, event, args, category)
+            if word := _WORDS.get(category):
+                self._add(word, name, event, args)
+            elif category not in _IGNORED:
+                self.unknown[category or "none"] += 1
         elif phase in ("B", "E"):
             self.assumed["beginning or end of a span of another tool, left out"] += 1
         elif phase == "i" and name == "[memory]":
@@ -198,17 +195,12 @@ class Events:
             totals = _number(args, "Total Allocated", -1, MOST), _number(args, "Total Reserved", -1, MOST)
             self._memory.extend((_ns(event, "ts"), *counts, *totals))
 
-    def _add(
-        self, word: str, name: str, event: Mapping[str, Any], args: Mapping[str, Any], category: str
-    ) -> None:
+    def _add(self, word: str, name: str, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         if event.get("dur") is None:
             self.assumed["span without an end, taken as one of no length"] += 1
         start, took = _ns(event, "ts"), _ns(event, "dur")
         if took < 0:
             raise ValueError(f"dur={event['dur']} is no time")
-        if not word:
-            self._unknown.setdefault(category, array("q")).extend((start, start + took))
-            return
         if word == "annotation" and name.startswith("ProfilerStep#") and not PATTERNS["step"].match(name):
             self.assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
         process, lane = event.get("pid"), event.get("tid")
@@ -219,7 +211,7 @@ class Events:
         communicates = word in ("op", "annotation") and PATTERNS["issues"].match(name)
         if communicates or (word == "kernel" and "Collective name" in args):
             self._args[word][len(rows) // len(COLUMNS)] = _communication_args(args)
-        external = _number(args, "External id" if "External id" in args else "external id")
+        external = _number(args, "External id")
         nbytes = _number(args, "bytes" if "bytes" in args else "Bytes", 0, MOST)
         records = "Sequence number" in args and not args.get("Fwd thread id")
         number = self._numbers.setdefault(name, len(self._numbers))
@@ -232,20 +224,17 @@ class Events:
         Raises:
             ValueError: they are further apart than any run is long.
         """
-        times = [np.array(rows, np.int64).reshape(-1, 2) for rows in self._unknown.values()]
-        times += [np.array(rows, np.int64).reshape(-1, len(COLUMNS))[:, 1:3] for rows in self._rows.values()]
+        times = [np.array(rows, np.int64).reshape(-1, len(COLUMNS))[:, 1:3] for rows in self._rows.values()]
         first = min((int(each[:, 0].min()) for each in times if len(each)), default=0)
         last = max((int(each[:, 0].max()) for each in times if len(each)), default=0)
         if last - first > LONGEST:
             raise ValueError(f"its events are from {first:,} to {last:,} ns, which no run takes")
-        self.length = max((int(each[:, 1].max()) for each in times if len(each)), default=0) - first
-        self.unknown = dict(zip(self._unknown, (each - first for each in times), strict=False))
         self.names, self.streams = list(self._numbers), list(self._threads)
         self.tables = {word: EventTable(rows, self._args[word], first) for word, rows in self._rows.items()}
         self.memory = np.array(self._memory, np.int64).reshape(-1, 5)
         self.memory[:, 0] -= first
         self.origin = first + _number(header, "baseTimeNanoseconds", 0, 2**62)
-        del self._rows, self._unknown, self._memory
+        del self._rows, self._memory
 
     @property
     def _gpu(self) -> str:

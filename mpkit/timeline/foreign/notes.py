@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import seconds
 from mpkit.timeline.foreign.clocks import ClockAlignment
 from mpkit.timeline.foreign.communication import Comm
 from mpkit.timeline.foreign.kineto import Events
 from mpkit.timeline.foreign.phases import cut_steps, profiled_steps
-from mpkit.timeline.foreign.rank import MOST
-from mpkit.timeline.metrics import covered, length
-from mpkit.trace import Kind, RankTrace
+from mpkit.trace import Kind
 
-if TYPE_CHECKING:
-    from mpkit.timeline.timeline import Timeline
-
-__all__ = ["host_notes", "host_or_unknown", "notes_on"]
-
-OVERLAP = 10_000
-"""ns by which kernels of one stream may overlap without a word: clocks have grains, and short kernels launch early."""
-
-UNKNOWN = "a device whose events are of unknown categories"
-"""The hardware of a trace without a GPU, but with enough events that may be a device's."""
-
-APART = 0.02
-"""How far two bubbles of one trace may be apart without a word."""
-
-
-def host_notes(recorded: Timeline, replayed: Timeline) -> list[str]:
-    """Return a sentence on why a replayed bubble is smaller than the recorded one: the host's delays count as work."""
-    if not recorded.steps or recorded.bubble - replayed.bubble < APART:
-        return []
-    return [
-        f"As recorded, the bubble is {percent(recorded.bubble)}, and here {percent(replayed.bubble)}: the time between "
-        "the kernels of a forward or backward, in which the host launches nothing, counts as work in a replay, since "
-        "another device does not change it. Compare step times, and not bubbles."
-    ]
+__all__ = ["notes_on"]
 
 
 def notes_on(
@@ -47,7 +20,6 @@ def notes_on(
     imported: dict[str, Any],
     clocks: Sequence[ClockAlignment],
     comms: Sequence[Sequence[Comm]],
-    written: Sequence[RankTrace],
 ) -> Iterator[str]:
     """Yield sentences on what a reader of an imported trace should know."""
     ranks, world = ["?" if rank is None else str(rank) for rank in imported["ranks"]], imported["world_size"]
@@ -62,7 +34,14 @@ def notes_on(
         )
     for events in parts:
         yield from events.notes()
-        yield from _doubtful(events)
+        if events.unknown:
+            listed = ", ".join(f"{name} ({n:,} events)" for name, n in events.unknown.most_common())
+            yield f"{events.about.source} has events of categories that are not known, and not shown: {listed}."
+        if events.on_device and len(events.memory) and not (events.memory[:, 2] > 0).any():
+            yield (
+                f"{events.about.source}: its memory events are of the host only, so the GPU's memory is not known. "
+                "profile(profile_memory=True) before the model is on the GPU records it."
+            )
     yield from _cut_off(parts, ranks)
     moved = [clock for clock in clocks if clock.shared]
     if moved:
@@ -84,60 +63,10 @@ def notes_on(
             "other hardware take latency alone. profile(record_shapes=True) records them on CPUs, torch 2.2 and "
             "later on GPUs."
         )
-    works = [(rank.ops["kind"] < Kind.WAIT, rank.ops["depth"] > 0) for rank in written]
-    bare = [
-        rank
-        for (work, deep), rank in zip(works, ranks, strict=True)
-        if work.any() and not (work & deep).any()
-    ]
-    if bare:
-        yield (
-            f"Rank{'s' * (len(bare) > 1)} {_listed(bare)}: layers within forwards and backwards are not shown, since "
-            f"there are more than {MOST:,} pieces of work; a profile of fewer steps shows them."
-        )
 
 
 def _listed(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:8]) + ", ..." * (len(ranks) > 8)
-
-
-def host_or_unknown(parts: Sequence[Events]) -> str:
-    """Return the hardware of ranks without a GPU."""
-    shares = [share for events in parts for _, share in _shares(events).values()]
-    return "cpu" if max(shares, default=0.0) < 0.05 else UNKNOWN
-
-
-def _shares(events: Events) -> dict[str, tuple[int, float]]:
-    """Return, for each category that is not known, its events and the share of the trace's time that they cover."""
-    return {
-        category or "none": (len(each), length(covered(each[:, 0], each[:, 1])) / max(events.length, 1))
-        for category, each in events.unknown.items()
-    }
-
-
-def _doubtful(events: Events) -> Iterator[str]:
-    """Yield what to say of events of unknown categories, and of a GPU's that contradict each other."""
-    source, kernel, device = events.about.source, events["kernel"], events.memory[:, 2]
-    if events.unknown:
-        by_share = sorted(_shares(events).items(), key=lambda each: -each[1][1])
-        listed = ", ".join(
-            f"{name} ({n:,} events, {percent(share)} of the time)" for name, (n, share) in by_share
-        )
-        yield f"{source} has events of categories that are not known, and not shown: {listed}."
-    order = np.lexsort((kernel.start, kernel.thread))
-    start, end, stream = kernel.start[order], kernel.end[order], kernel.thread[order]
-    over = np.where(stream[1:] == stream[:-1], end[:-1] - start[1:], 0)
-    if late := int((over > OVERLAP).sum()):
-        yield (
-            f"{source}: {late:,} kernels end after the next kernel of their stream has begun, by "
-            f"{seconds(float(over.max()) * 1e-9)} at most, and a stream runs one after the other: their durations are "
-            "doubtful, and so is what depends on them (step times, idle shares)."
-        )
-    if events.on_device and len(device) and not (device > 0).any():
-        yield (
-            f"{source}: its memory events are of the host only, so the GPU's memory is not known. "
-            "profile(profile_memory=True) before the model is on the GPU records it."
-        )
 
 
 def _cut_off(parts: Sequence[Events], ranks: Sequence[str]) -> Iterator[str]:

@@ -8,9 +8,7 @@ the folder of a run                     loaded as far as it is written
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +18,7 @@ from mpkit.common.tracebacks import public
 from mpkit.errors import TraceError
 from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.announced_plan import InferredStrategy, infer, plan_of_mesh
-from mpkit.timeline.foreign.notes import host_notes
-from mpkit.timeline.foreign.stream import looks_like_json, looks_like_trace, other_kind
+from mpkit.timeline.foreign.stream import first_bytes, looks_like_json, looks_like_trace
 from mpkit.timeline.foreign.torch_profiler import import_traces
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace
@@ -64,8 +61,6 @@ class OpenedTrace(Trace):
             clock = "measured"
         timeline = Timeline.of(self, hardware, clock)
         timeline.notes[:0] = self.notes
-        if "imported" in self.meta and timeline.clock == "virtual":
-            timeline.notes += host_notes(Timeline.of(self, None, "measured"), timeline)
         return timeline
 
     def __repr__(self) -> str:
@@ -81,9 +76,6 @@ class OpenedTrace(Trace):
         """Show the timeline as a cell's last line."""
         return self.timeline()._repr_mimebundle_(include, exclude)
 
-
-_LARGE = 32 << 20
-"""Bytes from which on reading shows a progress bar."""
 
 TAKES = (
     "mk.open takes .json and .json.gz files of torch.profiler (export_chrome_trace), a folder of them, and what "
@@ -101,8 +93,8 @@ def open(path: Paths, *, plan: Plan | None = None) -> OpenedTrace:
     what was fixed, how clocks were aligned) is in `notes`.
 
     Args:
-        path: a file, a folder of files with one per rank, a folder of such folders with one file each, or several
-            files. JSON may be zipped by gzip; JSON in a folder that is no trace is left out.
+        path: a file, a folder of files with one per rank, or several files. JSON may be zipped by gzip; JSON in a
+            folder that is no trace is left out.
         plan: the plan of the program, for views that name its axes; None: the one that its libraries announce.
 
     Raises:
@@ -128,8 +120,7 @@ def open(path: Paths, *, plan: Plan | None = None) -> OpenedTrace:
     files = [file for each in asked for file in _files(Path(each))]
     if not files:
         raise TraceError(f"an empty list: no trace. {TAKES}")
-    with _progress(files) as progress:
-        trace = import_traces(files, progress)
+    trace = import_traces(files)
     opened = OpenedTrace(trace.ranks, trace.meta)
     known = plan_of_mesh(opened, plan or opened.inferred.plan)
     if known is None and plan is not None:
@@ -157,55 +148,24 @@ def _own(path: Path) -> Trace | None:
         return Trace.read(path) if own else None
     if path.is_file() and looks_like_json(path):
         return None
-    if path.is_file() and (kind := other_kind(path)):
-        raise TraceError(f"{path} is {kind}. {TAKES}")
+    if path.is_file() and not first_bytes(path, 2).startswith(b"PK"):
+        raise TraceError(f"{path} begins with {first_bytes(path, 40)!r}, which is no trace. {TAKES}")
     return Trace.load(path)
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of JSON that a path names: a folder's own, or one from each of its folders.
+    """Return the file, or the traces in a folder, without what else is in JSON there, such as configurations.
 
     Raises:
-        TraceError: there is no such file, no trace, or there are several folders of several traces.
+        TraceError: there is no such file, or no trace.
     """
-    if not path.is_dir():
-        if not path.is_file():
-            raise TraceError(f"{path}: no such file or folder")
+    if path.is_file():
         return [path]
-    own = _traces_in(path)
-    below = {} if own else {each: _traces_in(each) for each in sorted(path.iterdir()) if each.is_dir()}
-    found = {folder: files for folder, files in below.items() if files}
-    if len(found) > 1 and any(len(files) > 1 for files in found.values()):
-        several = ", ".join(f"mk.open({str(folder)!r})" for folder in found)
-        raise TraceError(f"{path}: its folders have traces of several runs; open one of them: {several}")
-    files = own or [file for files in found.values() for file in files]
-    if not files:
-        raise TraceError(f"{path}: no trace. {TAKES}")
-    return files
-
-
-def _traces_in(folder: Path) -> list[Path]:
-    """Return the traces in a folder, without what else is written in JSON there, such as configurations."""
-    files = [file for pattern in ("*.json", "*.json.gz") for file in folder.glob(pattern) if file.is_file()]
-    return sorted(file for file in files if looks_like_trace(file))
-
-
-@contextmanager
-def _progress(files: list[Path]) -> Iterator[Callable[[Path, int], None]]:
-    """Give a function that shows how much of large files has been read."""
-    sizes = {file: file.stat().st_size for file in files}
-    if sum(sizes.values()) < _LARGE:
-        yield lambda path, done: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
-        task: Any = bar.add_task("reading traces", total=sum(sizes.values()))
-        read = dict.fromkeys(files, 0)
-
-        def progress(path: Path, done: int) -> None:
-            read[path] = done
-            bar.update(task, completed=sum(read.values()))
-
-        yield progress
+    if not path.is_dir():
+        raise TraceError(f"{path}: no such file or folder")
+    files = [file for pattern in ("*.json", "*.json.gz") for file in path.glob(pattern) if file.is_file()]
+    traces = sorted(file for file in files if looks_like_trace(file))
+    if not traces:
+        below = [f"mk.open({str(each)!r})" for each in sorted(path.iterdir()) if each.is_dir()]
+        raise TraceError(f"{path}: no trace. {TAKES}" + f"; try {', '.join(below[:4])}" * bool(below))
+    return traces

@@ -10,7 +10,7 @@ facts       in `meta["imported"]`: files, ranks, repairs, how busy GPUs are; and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mpkit.timeline.foreign.announced_plan import said_by
 from mpkit.timeline.foreign.clocks import align
 from mpkit.timeline.foreign.communication import Comm, communications
 from mpkit.timeline.foreign.kineto import TABLE, Events
-from mpkit.timeline.foreign.notes import host_or_unknown, notes_on
+from mpkit.timeline.foreign.notes import notes_on
 from mpkit.timeline.foreign.rank import group_of, rank_trace
 from mpkit.trace import Trace
 
@@ -37,15 +37,13 @@ def machine_of(device: str) -> str:
     return known if known in hardware() else device
 
 
-def import_traces(
-    paths: Sequence[Path], progress: Callable[[Path, int], None] = lambda path, done: None
-) -> Trace:
+def import_traces(paths: Sequence[Path]) -> Trace:
     """Return the Trace of these files.
 
     Raises:
         TraceError: a file is no JSON, there are no events of torch.profiler's, or two files are of the same rank.
     """
-    parts = [Events(path, lambda done, path=path: progress(path, done)) for path in paths]  # type: ignore[misc]
+    parts = [Events(path) for path in paths]
     _refuse_others(parts)
     parts = _in_order(parts)
     numbers = _ranks_of(parts)
@@ -73,7 +71,7 @@ def import_traces(
         "reserved": [int(events.memory[:, 4].max(initial=-1)) for events in parts],
         "bounds": [bounds for _, bounds in written],
     }
-    imported["notes"] = list(notes_on(parts, imported, clocks, comms, ranks))
+    imported["notes"] = list(notes_on(parts, imported, clocks, comms))
     meta = {
         "world_size": len(parts),
         "device": "cuda" if on_device else "cpu",
@@ -84,7 +82,7 @@ def import_traces(
             if comm.call.axis and "," in (group := group_of(comm, index, at))
         },
         "imported": imported,
-        "hardware": machine_of(device or "a GPU") if on_device else host_or_unknown(parts),
+        "hardware": machine_of(device or "a GPU") if on_device else "cpu",
         "first_step": min((int(step) for rank in ranks for step in rank.ops["step"] if step >= 0), default=0),
     }
     return Trace(ranks, meta).check()
@@ -94,7 +92,7 @@ def _refuse_others(parts: Sequence[Events]) -> None:
     """Raise a TraceError for files without any event of torch.profiler's."""
     if any(events.is_kineto for events in parts):
         return
-    there = ", ".join(sorted({category for events in parts for category in events.unknown if category}))
+    there = ", ".join(sorted({category for events in parts for category in events.unknown}))
     raise TraceError(
         f"{', '.join(events.about.source for events in parts)}: there are no events of the categories of "
         f"torch.profiler's that take time{f', but {there}' if there else ''}. mk.open takes what torch.profiler's "
