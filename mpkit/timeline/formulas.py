@@ -14,7 +14,8 @@
           the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
           4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c
-    all   routing that depends on the whole batch: 2 E (n-1)/n per layer and step; clipping: one number of 8 bytes
+
+No formula counts what routing by the whole batch, clipping, or an optimizer that divides by owner sends.
 
 Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Rajbhandari et al. 2020, section 7;
 Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3; Liu et al., arXiv 2504.14960, section 3.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 from mpkit.plan.axes import join_axes
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import axis_of, holders_of, long_axes, mesh_of
+from mpkit.plan.mesh_of_trace import holders_of, long_axes, mesh_of
 from mpkit.trace import Kind
 
 __all__ = ["Formula", "FormulaInputs", "formula_of"]
@@ -62,8 +63,7 @@ class FormulaInputs:
         counts_bytes              bytes of the numbers of rows by expert
         kv_bytes, qo_bytes        keys and values of all attentions, whole sequences; queries and outputs
         partial_bytes             gradients that are summed over the ranks of a sequence, once per step
-        owned                     n k: of n ranks and of the k elements of the one that owns most, if owners divide
-        routing_reduced           bytes of all-reduces per step, for routing that depends on the whole batch
+        by_owner                  whether owners divide the update, whose shares are not even
         local_params, expert_params   by rank: elements of the parameters, of the experts, of which it has a replica
         tied_bytes, split         by place along pp: what tied weights send per step; the share of split backwards
         loss_bytes                bytes that the loss all-reduces, and bytes that it all-gathers
@@ -74,7 +74,6 @@ class FormulaInputs:
         params: `local_params`, or for replicas of the whole model its number of parameters.
         element: bytes per element.
         stream: bytes of b s h, the activations between layers of one micro-batch of one replica, on average.
-        norm_axes: the axes along which the squares of gradients are summed once per step, to clip them.
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -87,7 +86,6 @@ class FormulaInputs:
             self.params = [int(meta["parameters"])] * mesh.size
             self.element = _BYTES.get(str(meta.get("dtype")), 0)
         self.stream = float(self._told.get("stream_bytes") or 0)
-        self.norm_axes: Sequence[str] = meta.get("norm_axes") or ()
         self.blocks = tuple(meta.get("blocks") or (0, 0))
         self.microbatches = int(self.plan.get("microbatches", 1))
 
@@ -145,21 +143,6 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
     """Return the formula for what a rank should send by this kind along this axis; None where none is known."""
     if known is None:
         return None
-    return _sum(_papers(known, axis, kind), _routing(known, axis, kind), _norm(known, axis, kind))
-
-
-def _sum(*parts: Formula | None) -> Formula | None:
-    """Return what all formulas that there are count together."""
-    there = [part for part in parts if part is not None]
-    if len(there) < 2:
-        return there[0] if there else None
-    symbols, words = (
-        "; ".join(dict.fromkeys(each)) for each in ([p.symbols for p in there], [p.words for p in there])
-    )
-    return Formula(symbols, words, lambda rank: sum(part.of(rank) for part in there))
-
-
-def _papers(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
     shard_group = join_axes(
         name for name in known.mesh.parts("dp_shard", "cp") if name in long_axes(known.mesh)
     )
@@ -177,6 +160,17 @@ def _papers(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
         both = _experts(known), _context(known, kind)
         return None if None in both else _sum(*both)
     return _replicas(known, kind, of_experts=axis == "edp") if axis in (shard_group, "edp") else None
+
+
+def _sum(*parts: Formula | None) -> Formula | None:
+    """Return what all formulas that there are count together."""
+    there = [part for part in parts if part is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    symbols, words = (
+        "; ".join(dict.fromkeys(each)) for each in ([p.symbols for p in there], [p.words for p in there])
+    )
+    return Formula(symbols, words, lambda rank: sum(part.of(rank) for part in there))
 
 
 # ---- tp
@@ -322,15 +316,12 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
         (3, Kind.REDUCE_SCATTER): scattered,
         (3, Kind.ALL_GATHER): (gathers * m, f"{every}{gathers} psi (n-1)/n", before),
     }
-    if (zero, kind) not in by_kind or not known.params or known.plan.get("data_parallel", "ddp") != "ddp":
+    unlike = known["by_owner"] or known.plan.get("data_parallel", "ddp") != "ddp"
+    if (zero, kind) not in by_kind or not known.params or unlike:
         return None
     times, symbols, words = by_kind[zero, kind]
-    if known["owned"]:
-        symbols, words = "k (n-1)", f"{words}; k elements of the rank that owns most"
 
     def volume(rank: int) -> float:
-        if known["owned"]:
-            return known.total(known["owned"], rank) * known.element * (n - 1) / n
         split = known.at_place("split", rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0.0
         psi = known.params[rank] if both else known.replica_elements(rank, of_experts=of_experts)
         return (times + split) * psi * known.element * (n - 1) / n
@@ -369,29 +360,3 @@ def _experts(known: FormulaInputs) -> Formula | None:
         "a rank returns the rows that it received, so its ratio says how busy its experts are"
     )
     return Formula(f"{times:g} T k h (ep-1)/ep a layer a micro-batch", words, volume)
-
-
-# ---- what is sent besides
-
-
-def _routing(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
-    """Return what balanced routing sends among the n ranks that have different tokens of the batch."""
-    mesh, sent = known.mesh, known["routing_reduced"]
-    apart = ("dp", "cp", "tp") if known.divided else ("dp", "cp")
-    here = axis == join_axes(name for name in mesh.parts(*apart) if name in long_axes(mesh))
-    if not here or kind != Kind.ALL_REDUCE or not any(sent):
-        return None
-    n = mesh.dp * mesh.cp * (mesh.tp if known.divided else 1)
-    words = "the rows of each expert in the whole batch"
-    return Formula("2 E (n-1)/n a layer", words, lambda rank: 2 * known.total(sent, rank) * (n - 1) / n)
-
-
-def _norm(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
-    """Return what clipping sends: the ranks that update different parameters sum one number of 8 bytes."""
-    mesh = known.mesh
-    if kind != Kind.ALL_REDUCE or not known.norm_axes:
-        return None
-    group = mesh.group(0, *(name for name in mesh.parts(*known.norm_axes) if mesh.degree(name) > 1))
-    if (n := len(group)) == 1 or axis != axis_of(mesh, group):
-        return None
-    return Formula("2 (n-1)/n", "the square of the gradients' norm", lambda rank: 16 * (n - 1) / n)

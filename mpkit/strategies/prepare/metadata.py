@@ -11,10 +11,8 @@ from torch import nn
 
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
-from mpkit.strategies.experts.divide import find_balanced
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.sample import SampleSeen
-from mpkit.strategies.replicas.flat import assign_owners
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 
@@ -75,9 +73,8 @@ def describe_run(
             "partial_bytes": _partial(named, resolved, held, max(4, dtype.itemsize)),
             "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
             "split": _split(resolved.schedule),
-            "owned": _owned_elements(named, resolved) if by_owner else [],
+            "by_owner": by_owner,
             **_expert_numbers(named, resolved, sample, average, dtype.itemsize),
-            **_routing_bytes(model, resolved),
         },
         "shards": _describe_shards(resolved.sharded),
     }
@@ -99,21 +96,6 @@ def _regions(model: nn.Module, sharded: ShardedModel, held: Sequence[Sequence[st
     if len(pairs) < len(regions) or len(widths) != 1 or any(begins in r.column for r in regions):
         return []
     return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in regions) for names in held]
-
-
-def _owned_elements(named: Mapping[str, nn.Parameter], resolved: ResolvedPlan) -> list[int]:
-    """Return by stage n k, where ZeRO-1 divides by owner: n ranks, k elements of the rank that owns most."""
-    n, tied = resolved.plan.shards, {name for shared in resolved.shared for name in shared.names.values()}
-    by_stage = []
-    for names in resolved.held:
-        trained = {id(named[name]): name for name in reversed(names) if named[name].requires_grad}
-        sizes = [named[name].numel() for name in trained.values() if name not in tied]
-        owned = [0] * n
-        for owner, size in zip(assign_owners(sizes, n), sizes, strict=True):
-            owned[owner] += size
-        alone = sum(named[name].numel() for name in trained.values() if name in tied)
-        by_stage.append(n * (max(owned) + alone))
-    return by_stage
 
 
 def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
@@ -166,22 +148,6 @@ def _expert_numbers(
         "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in slots],
     }
-
-
-def _routing_bytes(model: nn.Module, resolved: ResolvedPlan) -> dict[str, list[float]]:
-    """Return, by stage, the bytes that routing reduces in a step, where it depends on the whole batch."""
-    plan, layers = resolved.plan, find_balanced(model)
-    if not layers or plan.dp * plan.cp * (plan.tp if plan.sequence_parallel else 1) == 1:
-        return {}
-    reduced = [0.0] * len(resolved.held)
-    for name, layer in layers.items():
-        stage = next(
-            i
-            for i, names in enumerate(resolved.held)
-            if any(n.startswith(f"{name}." if name else "") for n in names)
-        )
-        reduced[stage] += 8.0 * layer.experts_in_all * (bool(layer.aux_loss) + bool(layer.bias_rate))
-    return {"routing_reduced": reduced}
 
 
 def _partial(

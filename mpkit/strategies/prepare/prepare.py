@@ -177,7 +177,6 @@ def _build_job(
         "seed": how.seed,
         "blocks": list(count_recomputed(model, resolved.plan.recompute)),
         "expert_order": placed_experts(model),
-        "norm_axes": [] if how.max_grad_norm is None else list(resolved.plan.update_axes),
     }
     if isinstance(batches, WholeBatches) and batches.read_in:
         meta["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}

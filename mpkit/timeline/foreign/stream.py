@@ -106,6 +106,7 @@ class EventStream:
                 f"{self.path}: behind its end another trace begins, {self._quote()}. A file is of one rank: write "
                 "each rank's trace to a file of its own, and give mk.open their folder"
             )
+        self._text = ""  # columns are made of the events next
 
     def _read(self) -> str:
         """Return the text. It grows in place: a list of pieces would be there twice when they are joined."""
