@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline import metrics
-from mpkit.trace import Kind, Lane
+from mpkit.trace import CATEGORIES, Kind, Lane
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
@@ -46,9 +47,8 @@ def stage_times(timeline: Timeline) -> dict[str, Any]:
         "weight_grad": np.where(np.isnan(w), b / 2, w).tolist(),
         "hop": _hop(timeline, spans),
     }
-    if not np.isnan(
-        i + b
-    ).all():  # some backwards of a stage were split and some not: the latter take less than I + W
+    # Some backwards of a stage were split and some not: the latter take less than I + W.
+    if not np.isnan(i + b).all():
         times["backward"] = np.where(np.isnan(b), i + w, b).tolist()
     return times
 
@@ -79,8 +79,11 @@ class Figures:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the steps that all ranks completed."""
-        return metrics.steps(self.spans, self.world_size)
+        """The numbers of the steps that all ranks completed, ascending."""
+        marks = self.spans[self.spans["kind"] == Kind.STEP]
+        numbers, ranks = np.unique(np.unique(marks[["step", "rank"]])["step"], return_counts=True)
+        complete: list[int] = numbers[ranks == self.world_size].tolist()
+        return complete
 
     @cached_property
     def _last(self) -> Array:
@@ -132,7 +135,7 @@ class Figures:
     @property
     def comm_time(self) -> list[float]:
         """Seconds in which at least one of the rank's communications is under way, per rank."""
-        return [metrics.length(metrics.covered_times(spans)) for spans in self._lanes(Lane.COMM)]
+        return self._covered(Lane.COMM)
 
     @property
     def exposed_comm(self) -> list[float]:
@@ -152,7 +155,7 @@ class Figures:
 
         What workers load while the rank computes does not count.
         """
-        return [metrics.length(metrics.covered_times(spans)) for spans in self._lanes(Lane.DATA)]
+        return self._covered(Lane.DATA)
 
     @property
     def overlap(self) -> float:
@@ -166,26 +169,34 @@ class Figures:
     @property
     def comm_bytes(self) -> list[dict[str, int]]:
         """Payload bytes by kind of communication, per rank; a message counts at both of its ends."""
-        return metrics.bytes_by_kind(self._last, self.world_size)
+        by_rank = []
+        for comm in self._lanes(Lane.COMM):
+            kinds, which = np.unique(comm["kind"], return_inverse=True)
+            sums = [int(comm["bytes"][which == i].sum()) for i in range(len(kinds))]
+            by_rank.append(dict(sorted(zip((Kind(kind).word for kind in kinds.tolist()), sums, strict=True))))
+        return by_rank
 
     @property
     def peak_memory(self) -> list[dict[str, int]]:
-        """The most bytes held in the step, per rank: each category at its own peak, and all of them together as
-        "total".
+        """The most bytes held in the step, per rank: of each category, and of all together as "total".
+
+        Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
+        their peaks may sum to more than the total's.
         """
-        return metrics.peak(self.held, metrics.extents(self._last, self.world_size))
+        return [_peak(levels) for levels in self._held()]
 
     @property
     def memory(self) -> list[dict[str, int]]:
         """The bytes that each rank holds, by category, at the moment of the step when it holds most; their sum is the
         peak.
         """
-        return metrics.held_at_peak(self.held, metrics.extents(self._last, self.world_size))
+        tops = (levels[int(levels.sum(axis=1).argmax())] for levels in self._held())
+        return [dict(zip(CATEGORIES, top.tolist(), strict=True)) for top in tops]
 
     @property
     def peak_memory_of_run(self) -> list[dict[str, int]]:
         """`peak_memory` over all steps and over what comes before and after them."""
-        return metrics.peak(self.held, [(-np.inf, np.inf)] * self.world_size)
+        return [_peak(levels) for levels in self._held(whole=True)]
 
     def throughput(self, samples: int | None = None) -> float:
         """Return the samples per second; `samples` per step defaults to the batch size of the run.
@@ -204,3 +215,23 @@ class Figures:
         spans = self._last
         spans = spans[spans["lane"] == lane]
         return [spans[spans["rank"] == rank] for rank in range(self.world_size)]
+
+    def _covered(self, lane: Lane) -> list[float]:
+        return [metrics.length(metrics.covered_times(spans)) for spans in self._lanes(lane)]
+
+    def _held(self, *, whole: bool = False) -> Iterator[Array]:
+        """Yield by rank what it holds at each moment of the step, or of the `whole` timeline; see `metrics.levels_of`.
+
+        A step is as long as the rank works on it: one that is done may gather weights while another is still busy.
+        """
+        for rank in range(self.world_size):
+            own = self._last[self._last["rank"] == rank]
+            start, end = (-np.inf, np.inf) if whole else metrics.extent(own if len(own) else self._last)
+            mine = self.held[(self.held["rank"] == rank) & (self.held["time"] <= end)]
+            yield metrics.levels_of(mine)[int(np.searchsorted(mine["time"], start, side="left")) :]
+
+
+def _peak(levels: Array) -> dict[str, int]:
+    """Return the most bytes of each category, and of all together."""
+    most = dict(zip(CATEGORIES, levels.max(axis=0).tolist(), strict=True))
+    return most | {"total": int(levels.sum(axis=1).max())}

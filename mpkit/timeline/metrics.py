@@ -6,7 +6,6 @@ inside them and without waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,46 +14,22 @@ import numpy.typing as npt
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
-    "active",
-    "busy",
-    "bytes_by_kind",
-    "changes_within",
-    "common",
-    "covered",
-    "covered_times",
-    "exposed_seconds",
-    "extent",
-    "extents",
-    "length",
-    "peak",
-    "steps",
-    "work",
-]
+    "active", "busy", "changes_within", "common", "covered", "covered_times", "exposed_seconds", "extent", "length",
+    "levels_of", "waits_within", "work", "work_times",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 
 
 def work(spans: Array) -> Array:
     """Return the outermost actions of the compute lane."""
-    of_lane: Array = spans[
-        (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0) & (spans["kind"] != Kind.WAIT)
-    ]
-    return of_lane
-
-
-def steps(spans: Array, world_size: int) -> list[int]:
-    """List the steps that every rank completed, in order."""
-    marks = spans[spans["kind"] == Kind.STEP]
-    both = np.unique(marks["step"].astype(np.int64) * world_size + marks["rank"])
-    numbers, ranks = np.unique(both // max(world_size, 1), return_counts=True)
-    return [int(n) for n in numbers[ranks == world_size]]
+    outermost = (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0)
+    return np.asarray(spans[outermost & (spans["kind"] != Kind.WAIT)])
 
 
 def active(spans: Array) -> Array:
     """Return outermost actions, communication and copies, which occupy a device or a link; no waits and no steps."""
-    waits = (spans["kind"] == Kind.WAIT) | (spans["lane"] == Lane.NONE)
-    these: Array = spans[~waits]
-    return these
+    return np.asarray(spans[(spans["kind"] != Kind.WAIT) & (spans["lane"] != Lane.NONE)])
 
 
 def extent(spans: Array) -> tuple[float, float]:
@@ -64,8 +39,7 @@ def extent(spans: Array) -> tuple[float, float]:
 
 def waits_within(spans: Array) -> Array:
     """Return the waits in the middle of an action, such as for an all-reduce in a span of a learner's own."""
-    within: Array = spans[(spans["kind"] == Kind.WAIT) & (spans["depth"] > 0)]
-    return within
+    return np.asarray(spans[(spans["kind"] == Kind.WAIT) & (spans["depth"] > 0)])
 
 
 def work_times(mine: Array) -> Array:
@@ -142,58 +116,20 @@ def changes_within(held: Array, start: float, end: float) -> Array:
     return both[np.lexsort((both["time"], both["rank"]))]
 
 
-def extents(spans: Array, world_size: int) -> list[tuple[float, float]]:
-    """Return from when to when each rank worked; for a rank without spans, from when to when the others did."""
-    mine = (spans[spans["rank"] == rank] for rank in range(world_size))
-    return [extent(own if len(own) else spans) for own in mine]
+def levels_of(mine: Array) -> Array:
+    """Return what a rank holds by category before its first change and after each, (n + 1, categories).
 
-
-def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int]]:
-    """Return the most that each rank held between two times of its own: of each category, and of all together as
-    "total".
-
-    The times differ by rank, since a rank that is done with a step may gather weights while another is still busy.
-
-    Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
-    their peaks may sum to more than the total's.
+    Args:
+        mine: (n,) of `HELD`, by time.
     """
-    return [
-        {
-            **dict(zip(CATEGORIES, levels.max(axis=0).tolist(), strict=True)),
-            "total": int(levels.sum(axis=1).max()),
-        }
-        for levels in _levels(held, when)
-    ]
-
-
-def held_at_peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int]]:
-    """Return what each rank held by category at the moment, between two times of its own, when it held most."""
-    return [
-        dict(zip(CATEGORIES, levels[int(levels.sum(axis=1).argmax())].tolist(), strict=True))
-        for levels in _levels(held, when)
-    ]
-
-
-def _levels(held: Array, when: Sequence[tuple[float, float]]) -> Iterator[Array]:
-    """Yield by rank the bytes held after each change between two times, beginning with those before the first."""
-    for rank, (start, end) in enumerate(when):
-        mine = held[(held["rank"] == rank) & (held["time"] <= end)]
-        levels = np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64)
-        for category in range(len(CATEGORIES)):
-            at = np.flatnonzero(mine["category"] == category) + 1
-            index = np.zeros(len(mine) + 1, np.int64)
-            index[at] = at
-            values = np.concatenate([[0], mine["total"]])
-            index = np.maximum.accumulate(index)
-            levels[:, category] = np.where(index > 0, values[index], 0)
-        yield levels[int(np.searchsorted(mine["time"], start, side="left")) :]
-
-
-def bytes_by_kind(spans: Array, world_size: int) -> list[dict[str, int]]:
-    """Return each rank's payload bytes by kind of communication."""
-    by_rank: list[dict[str, int]] = [{} for _ in range(world_size)]
-    comm = spans[spans["lane"] == Lane.COMM]
-    for rank, kind in {*zip(comm["rank"].tolist(), comm["kind"].tolist(), strict=True)}:
-        mine = (comm["rank"] == rank) & (comm["kind"] == kind)
-        by_rank[rank][Kind(kind).word] = int(comm["bytes"][mine].sum())
-    return [dict(sorted(kinds.items())) for kinds in by_rank]
+    levels, values = (
+        np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64),
+        np.concatenate([[0], mine["total"]]),
+    )
+    for category in range(len(CATEGORIES)):
+        # The last total at or before each moment: a running maximum of the indices of the moments.
+        latest = np.where(
+            np.concatenate([[False], mine["category"] == category]), np.arange(len(mine) + 1), 0
+        )
+        levels[:, category] = values[np.maximum.accumulate(latest)]
+    return levels

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
+from mpkit.timeline.metrics import levels_of as levels_at
 from mpkit.timeline.metrics import work
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind
@@ -124,15 +125,8 @@ def memory_of(timeline: Timeline, rank: int, points: int = 500) -> RankMemory:
     end = float(timeline.spans["end"].max()) if len(timeline.spans) else 0.0
     mine = timeline.held[timeline.held["rank"] == rank]
     times = np.concatenate([[origin], mine["time"], [max(end, *mine["time"][-1:], origin)]])
-    levels = np.zeros((len(times), len(CATEGORIES)))
-    for category in range(len(CATEGORIES)):
-        # The last total at or before each moment: a running maximum of the indices of the moments.
-        moments = np.flatnonzero(mine["category"] == category) + 1
-        latest = np.zeros(len(times), np.int64)
-        latest[moments] = moments
-        latest = np.maximum.accumulate(latest)
-        totals = np.concatenate([[0], mine["total"], [0]])
-        levels[:, category] = totals[latest]
+    levels = levels_at(mine).astype(float)
+    levels = np.concatenate([levels, levels[-1:]])
     keep = fewer(times, levels.sum(axis=1), points)
     times, levels = np.maximum(times[keep] - origin, 0.0), levels[keep]
     return RankMemory(times, levels, int(levels.sum(axis=1).argmax()))

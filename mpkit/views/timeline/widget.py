@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,13 +191,14 @@ class TimelineView(anywidget.AnyWidget):
     def _count(self) -> None:
         """Update the figures: of the step in progress if it is slow enough to watch, else of the last complete one."""
         n, now = max(len(self.labels), 1), time.monotonic()
-        newest, complete = int(self._kept["step"].max()), metrics.steps(self._kept, n)
+        kept = Timeline(self._kept, list(self._names), np.zeros(0, HELD), n, "virtual")
+        newest, complete = int(self._kept["step"].max()), kept.steps
         if newest != self._newest[0]:
             self._newest = (newest, now)
         so_far = not complete or (complete[-1] != newest and now - self._newest[1] > WATCHABLE)
         shown = newest if so_far else complete[-1]
         of_step = self._kept[self._kept["step"] == shown]
-        step = Timeline(of_step, list(self._names), np.zeros(0, HELD), n, "virtual")
+        step = replace(kept, spans=of_step)
         self.of = f"step {shown}{' so far' * so_far}" if shown >= 0 else "so far"
         self.bubble = step.bubble if len(metrics.work(of_step)) else None
         self.step_time = step.step_time
