@@ -42,14 +42,8 @@ RENDERERS = {
         "svg": f"{RESULTS}.comparison:what_if_svg",
         "widget": f"{RESULTS}.comparison:what_if_view",
     },
-    "CommVolume": {
-        "text": f"{RESULTS}.tables:volume_text",
-        "html": f"{RESULTS}.tables:volume_html",
-    },
-    "TokenRoutes": {
-        "text": f"{RESULTS}.routes:routes_text",
-        "svg": f"{RESULTS}.routes:routes_svg",
-    },
+    "CommVolume": {"text": f"{RESULTS}.tables:volume_text", "html": f"{RESULTS}.tables:volume_html"},
+    "TokenRoutes": {"text": f"{RESULTS}.routes:routes_text", "svg": f"{RESULTS}.routes:routes_svg"},
     "Placement": {
         "text": "mpkit.views.placement.text:placement_text",
         "svg": "mpkit.views.placement.svg:placement_svg",

@@ -58,7 +58,7 @@ def machine(
     notes = [
         f"Compute is modelled for {_devices(chosen, dtype, world_size)}; ops of unknown FLOPs take "
         f"their measured time{', scaled by the rates of the two devices' if is_known else ''}. Starting a kernel takes "
-        "no time here.",
+        "no time here."
     ]
 
     def model_cost(rank: int) -> Cost:
@@ -166,11 +166,7 @@ def _machine_of_fake(
     played = f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all"
     if chosen.device.name == meta["fake"]["device"] and not chosen.mixed:
         how = f"operator by operator on {_devices(chosen, dtype, world_size)}"
-        return (
-            chosen,
-            lambda rank: _on_cpu,
-            [f"{played}; {how}; {_in_words(chosen.link)}."],
-        )
+        return (chosen, lambda rank: _on_cpu, [f"{played}; {how}; {_in_words(chosen.link)}."])
 
     def model_cost(rank: int) -> Cost:
         return lambda ops: _roofline(ops, chosen.device_of(rank), dtype, _on_cpu(ops))

@@ -34,10 +34,7 @@ SPAN = np.dtype(
         ("peer", "<i4"),
         ("group", "<i4"),  # index into Timeline.names
         ("cause", "<i4"),  # WAIT: the row of the span whose end it waited for, -1 if unknown
-        (
-            "issued",
-            "<f8",
-        ),  # communication: when this rank issued it (start: when it really began)
+        ("issued", "<f8"),  # communication: when this rank issued it (start: when it really began)
     ]
 )
 

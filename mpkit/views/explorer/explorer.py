@@ -13,10 +13,7 @@ __all__ = ["explore"]
 
 
 @public
-def explore(
-    *schedules: str,
-    **setting: Any,
-) -> Any:
+def explore(*schedules: str, **setting: Any) -> Any:
     """Compare schedules in a notebook, with sliders and text to copy and edit.
 
     Rows train on ranks too: `cluster.train(model, data, mk.Plan.from_schedule(rows), ...)`.

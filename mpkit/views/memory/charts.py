@@ -11,14 +11,7 @@ from mpkit.trace import CATEGORIES
 from mpkit.views.chart.chart import SECONDS, Axis, Chart, Panel, Series, Unit, bytes_of_memory
 from mpkit.views.drawing.colours import CATEGORY_INKS, SPARE_INK
 from mpkit.views.drawing.lanes import short_label
-from mpkit.views.memory.series import (
-    device_memory,
-    held_text,
-    levels_of,
-    memory_of,
-    peak_words,
-    share_text,
-)
+from mpkit.views.memory.series import device_memory, held_text, levels_of, memory_of, peak_words, share_text
 from mpkit.views.theme import ALARM
 
 if TYPE_CHECKING:
@@ -27,13 +20,7 @@ if TYPE_CHECKING:
     from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
     from mpkit.timeline.timeline import Timeline
 
-__all__ = [
-    "by_plan",
-    "by_strategy",
-    "memory_over_time",
-    "memory_panel",
-    "peaks_of",
-]
+__all__ = ["by_plan", "by_strategy", "memory_over_time", "memory_panel", "peaks_of"]
 
 MOST = 64
 """The most ranks that have a panel; a note says how many there are more."""
