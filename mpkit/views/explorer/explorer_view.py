@@ -17,8 +17,9 @@ from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.timeline.comparison import compare_timelines
+from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import slider_names
-from mpkit.views.explorer.exploration import Exploration, ExplorerSetting
+from mpkit.views.explorer.explorer import ExplorerSetting
 from mpkit.views.results.comparison import comparison_svg
 from mpkit.views.theme import STATUS, WHOLE_WORDS
 from mpkit.views.timeline.widget import TimelineView
@@ -38,29 +39,21 @@ class SliderNames(anywidget.AnyWidget):
 
     Without it, ipywidgets' sliders are read out as "slider, 8": their descriptions are not tied to them.
 
-    >>> SliderNames("Times are in seconds.").words
+    >>> SliderNames(words="Times are in seconds.").words
     'Times are in seconds.'
     """
 
     _esm = slider_names()
     words = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, words: str) -> None:
-        super().__init__(words=words)
-
 
 OWN = "your own"
 PER_MICROBATCH = "seconds per micro-batch on one rank"
+STAGES = "stages per rank v, where the schedule allows any number"
 SLIDERS = {
     "ranks": ("ranks p", "number of ranks p", 1, 16, 1),
     "microbatches": ("micro-batches m", "number of micro-batches m", 1, 64, 1),
-    "virtual_stages": (
-        "stages per rank v",
-        "stages per rank v, where the schedule allows any number",
-        1,
-        4,
-        1,
-    ),
+    "virtual_stages": ("stages per rank v", STAGES, 1, 4, 1),
     "forward": ("forward F, s", f"forward F, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
     "input_grad": ("input grad I, s", f"gradients of the inputs I, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
     "weight_grad": ("weight grad W, s", f"gradients of the weights W, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
@@ -73,6 +66,7 @@ UNITS = (
     "step time from the step's first action to its last. A backward in one piece takes I + W."
 )
 STALE = "The picture is that of the last schedule that worked, not of what is set now."
+ROW = {"flex_flow": "row wrap", "grid_gap": "16px"}
 
 
 class Side:
@@ -92,16 +86,13 @@ class Side:
         self.schedule = ipywidgets.Dropdown(
             options=[*SCHEDULES, OWN], value=setting.schedule if named else OWN, description="schedule"
         )
-        self.figures = ipywidgets.HTML()
-        self.view = TimelineView()
+        self.figures, self.problem, self.view = ipywidgets.HTML(), ipywidgets.HTML(), TimelineView()
         self.rows = ipywidgets.Textarea(layout={"width": "auto", "height": "110px"}, continuous_update=False)
         self.rows.add_class("mpkit-rows")
         self.apply = ipywidgets.Button(
             description="draw my rows", tooltip="simulate the rows as they stand here"
         )
-        self.problem = ipywidgets.HTML()
-        self.explored: Exploration | None = None
-        self.stale = False
+        self.timeline: Timeline | None = None
         self.schedule.observe(self._on_choice, names="value")
         self.apply.on_click(self._on_apply)
         self.box = ipywidgets.VBox(
@@ -109,39 +100,31 @@ class Side:
             layout={"flex": "1 1 380px", "min_width": "300px"},
         )
 
+    @property
+    def stale(self) -> bool:
+        """Whether the picture is of an earlier setting."""
+        return bool(self.problem.value)
+
     def set(self, setting: ExplorerSetting) -> None:
-        """Simulate with these degrees and times; if they cannot work, say why and mark the picture as stale."""
+        """Simulate with these degrees and times; if they cannot work, say why, and grey out the picture."""
         chosen = self._own if self.schedule.value == OWN else self.schedule.value
         try:
-            self.explored = replace(setting, schedule=chosen).simulate()
+            self.timeline, figures, self.rows.value = replace(setting, schedule=chosen).simulate()
+            self.problem.value = ""
         except ValueError as error:
-            self.problem.value = _problem(str(error))
-            self._mark_stale()
-            return
-        self.problem.value = ""
-        self.stale = False
-        self.view.stale = False
-        words = [
-            f"<b>{escape(value)}</b> {escape(name)}"
-            for name, value in self.explored.figures.items()
-            if name not in ("bubble", "step")  # the timeline shows these two itself
-        ]
+            look, figures = f"color:{STATUS['bad']};{WHOLE_WORDS}", {}
+            self.problem.value = f'<pre style="{look}">{escape(str(error))}</pre>'
+            self.view.bubble = self.view.step_time = None
+            self.view.note = STALE
+        self.view.stale = self.stale
+        words = (f"<b>{escape(value)}</b> {escape(name)}" for name, value in figures.items())
         self.figures.value = " &nbsp;·&nbsp; ".join(words)
-        self.rows.value = self.explored.text
 
     def draw(self, room: float) -> None:
         """Show the simulated timeline on an axis of `room` seconds."""
-        if self.explored is not None and not self.stale:
+        if self.timeline is not None and not self.stale:
             self.view.room = room
-            self.view.replace(self.explored.timeline)
-
-    def _mark_stale(self) -> None:
-        """Grey out the picture, which belongs to an earlier setting, with its figures taken away."""
-        self.stale = True
-        self.figures.value = ""
-        self.view.bubble = self.view.step_time = None
-        self.view.note = STALE
-        self.view.stale = True
+            self.view.replace(self.timeline)
 
     def _on_choice(self, _: Any) -> None:
         if self.schedule.value == OWN and not self._own:
@@ -169,24 +152,19 @@ class Explorer(ipywidgets.VBox):
         self.sides = [Side(setting, self._on_change) for setting in settings]
         for slider in self.sliders.values():
             slider.observe(lambda _: self._on_change(), names="value")
-        super().__init__(
-            [
-                ipywidgets.Box(
-                    [*self.sliders.values(), SliderNames(UNITS)], layout={"flex_flow": "row wrap"}
-                ),
-                ipywidgets.Box(
-                    [side.box for side in self.sides], layout={"flex_flow": "row wrap", "grid_gap": "16px"}
-                ),
-            ]
+        controls = ipywidgets.Box(
+            [*self.sliders.values(), SliderNames(words=UNITS)], layout={"flex_flow": "row wrap"}
         )
+        super().__init__([controls, ipywidgets.Box([side.box for side in self.sides], layout=ROW)])
         self._on_change()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, together with what is shown where no kernel runs."""
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
-        still = compare_timelines([*shown.items()])
+        still = compare_timelines(
+            [(side.schedule.value, side.timeline) for side in self.sides if side.timeline]
+        )
         fallback = {"text/plain": str(still), "text/html": image(partial(comparison_svg, still), str(still))}
         return {**(data or {}), **fallback}, metadata
 
@@ -194,29 +172,15 @@ class Explorer(ipywidgets.VBox):
         setting = ExplorerSetting(**{name: slider.value for name, slider in self.sliders.items()})
         for side in self.sides:
             side.set(setting)
-        drawn = [side.explored.timeline.step_time for side in self.sides if side.explored and not side.stale]
-        room = max(drawn, default=0.0)
+        drawn = [side.timeline.step_time for side in self.sides if side.timeline and not side.stale]
         for side in self.sides:
-            side.draw(room)
+            side.draw(max(drawn, default=0.0))
 
 
 def _slider(name: str, value: float) -> Any:
     words, tooltip, least, most, step = SLIDERS[name]
     make = ipywidgets.IntSlider if isinstance(step, int) else ipywidgets.FloatSlider
-    style, layout = {"description_width": "130px"}, {"width": "350px"}
-    most = max(most, value)
     return make(
-        value=value,
-        min=least,
-        max=most,
-        step=step,
-        description=words,
-        tooltip=tooltip,
-        style=style,
-        layout=layout,
-    )
-
-
-def _problem(words: str) -> str:
-    look = f"color:{STATUS['bad']};{WHOLE_WORDS}"
-    return f'<pre style="{look}">{escape(words)}</pre>'
+        value=value, min=least, max=max(most, value), step=step, description=words, tooltip=tooltip,
+        style={"description_width": "130px"}, layout={"width": "350px"},
+    )  # fmt: skip
