@@ -17,35 +17,11 @@ from mpkit.timeline.foreign.open_trace import OpenedTrace
 from tests.kineto.program import ENGINE, HOST, Program, ddp_program, write_ranks
 
 
-def of_2021(trace: dict[str, Any]) -> dict[str, Any]:
-    """Return a trace as torch 1.8 wrote it: annotations are operators, and backwards have no engine around them."""
-    words = {"cpu_op": "Operator", "user_annotation": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel",
-             "gpu_memcpy": "Memcpy"}  # fmt: skip
-    for event in trace["traceEvents"]:
-        event["cat"] = words.get(event.get("cat"), event.get("cat"))
-        event["name"] = event.get("name", "").removeprefix("autograd::engine::evaluate_function: ")
-        if event["cat"] in ("Kernel", "Memcpy", "Runtime"):
-            event["args"]["external id"] = event["args"].pop("External id")
-    return trace
-
-
 def opened(folder: Path, program: Program | dict[str, Any]) -> OpenedTrace:
     folder.mkdir(exist_ok=True)
     path = folder / "trace.json"
     path.write_text(json.dumps(program.json() if isinstance(program, Program) else program))
     return mk.open(path)
-
-
-def test_the_format_of_2021(tmp_path: Path) -> None:
-    now, then = (
-        opened(tmp_path / "now", ddp_program()),
-        opened(tmp_path / "then", of_2021(ddp_program().json())),
-    )
-    columns = ["kind", "step", "start", "end", "name"]
-    new, old = (trace.timeline().to_dataframe()[columns] for trace in (now, then))
-    assert (new.kind == "backward").sum() and (new.kind == "data").sum() == 2
-    assert old.to_dict() == new.to_dict()
-    assert then.timeline().steps == [3, 4]
 
 
 def ddp_without_shapes() -> Program:
@@ -210,28 +186,10 @@ ACTIVATIONS = [2048, 2048, 2048]
 DDP = "DistributedDataParallel.forward"
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "says"),
-    [
-        (calls("allreduce", ACTIVATIONS, HOST), nothing, "it fits layers that are divided (tp=4)"),
-        (
-            nothing,
-            calls("allreduce", [WEIGHT, WEIGHT], ENGINE),
-            "it fits replicas (dp=4), or layers that are divided",
-        ),
-        (
-            nothing,
-            calls("reduce_scatter", [WEIGHT], ENGINE),
-            "it fits sharded parameters (dp=4, zero=1 to 3)",
-        ),
-    ],
-)
-def test_what_no_library_announces_is_no_plan_but_possibilities(
-    tmp_path: Path, forward: Event, backward: Event, says: str
-) -> None:
-    found = inferred(tmp_path, forward, backward)
+def test_what_no_library_announces_is_no_plan(tmp_path: Path) -> None:
+    found = inferred(tmp_path, calls("allreduce", ACTIVATIONS, HOST))
     assert found.plan is None and str(found).startswith("No plan follows from this trace.")
-    assert says in str(found) and "which no library names" in str(found)
+    assert "3 all-reduces among 4 ranks within forwards, which no library names" in str(found)
 
 
 def test_ddp_announces_itself(tmp_path: Path) -> None:
@@ -239,7 +197,7 @@ def test_ddp_announces_itself(tmp_path: Path) -> None:
     assert found.plan == mk.Plan(dp=4)
     beside = both(annotated(DDP), calls("allreduce", ACTIVATIONS, HOST))
     found = inferred(tmp_path / "tp", beside, calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
-    assert found.plan is None and "tp=4" in str(found)
+    assert found.plan is None and "which no library names" in str(found)
 
 
 def test_a_given_plan_names_the_axes_if_the_groups_lie_along_them(tmp_path: Path) -> None:

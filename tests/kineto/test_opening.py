@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import mpkit as mk
 from mpkit.errors import TraceError
 from mpkit.timeline.foreign.stream import EventStream
 from mpkit.trace import CATEGORIES, Kind
-from tests.kineto.program import Program, ddp_program, write_ranks
+from tests.kineto.program import ddp_program
 
 
 def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
@@ -39,49 +37,22 @@ def traced(path: Path, *events: dict[str, Any], **header: Any) -> Path:
     return path
 
 
-def test_a_folder_of_folders(tmp_path: Path) -> None:
-    for rank in range(2):
-        traced(tmp_path / "log" / f"rank{rank}" / f"rank{rank}.json")
-    assert mk.open(tmp_path / "log").world_size == 2
-    for rank in range(2):
-        traced(tmp_path / "runs" / "before" / f"rank{rank}.json")
-    assert mk.open(tmp_path / "runs").world_size == 2
-    traced(tmp_path / "runs" / "after" / "rank0.json")
-    with pytest.raises(
-        TraceError, match=r"traces of several runs; open one of them: mk.open\('.*after'\), mk.open"
-    ):
-        mk.open(tmp_path / "runs")
-    with pytest.raises(TraceError, match=r"no trace\. mk.open takes"):
-        (tmp_path / "empty").mkdir()
-        mk.open(tmp_path / "empty")
-
-
-def tar() -> bytes:
-    to = io.BytesIO()
-    with tarfile.open(fileobj=to, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("rank0.json"))
-    return gzip.compress(to.getvalue(), mtime=0)
+def test_a_folder_without_traces_names_the_folders_in_it(tmp_path: Path) -> None:
+    for run in ("before", "after"):
+        traced(tmp_path / run / "rank0.json")
+    with pytest.raises(TraceError, match=r"no trace\. .*; try mk.open\('.*after'\), mk.open\('.*before'\)"):
+        mk.open(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"", "empty"),
-        (b"null", "text, and not JSON"),
-        (b"42", "text, and not JSON"),
-        ("{}".encode("utf-16"), "UTF-16"),
-        (b"<!DOCTYPE html><p>404", "a page of HTML"),
-        (b"// comment\n{}", "text, and not JSON"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
-        (tar(), "a tar archive: unpack it"),
-        (b"\x0a\xf3\x01\x08\x00perfetto", "neither JSON nor a trace of mpkit"),
-    ],
-    ids=["empty", "null", "number", "utf-16", "html", "comments", "lfs", "tar", "protobuf"],
+    "content", [b"", b"null", b"<!DOCTYPE html><p>404", b"version https://git-lfs.github.com"]
 )
-def test_a_file_that_is_no_trace_is_called_what_it_is(tmp_path: Path, content: bytes, kind: str) -> None:
+def test_a_file_that_is_no_trace_is_shown_by_its_beginning(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match=rf"trace\.json is {re.escape(kind)}.*mk.open takes"):
+    with pytest.raises(
+        TraceError, match=rf"trace\.json begins with b'{re.escape(content.decode())}.*mk.open takes"
+    ):
         mk.open(path)
 
 
@@ -123,19 +94,6 @@ def test_streams_that_overlap_leave_no_action_of_negative_length(tmp_path: Path)
 # ---- files whose numbers mislead ----------------------------------------------------------------------------------
 
 
-def test_a_kernel_that_runs_over_its_successors_is_said_to_be_doubtful(tmp_path: Path) -> None:
-    program = Program(0, 1)
-    for number in range(3):
-        program.kernel("gemm", 100.0 * number, 100.0 * number + 10, 1_600_000.0 if number == 1 else 80.0)
-    trace = mk.open(write_ranks(tmp_path, [program]))
-    note = next(note for note in trace.notes if "durations are doubtful" in note)
-    assert "1 kernels end after the next kernel of their stream has begun, by 1.60 s at most" in note
-    sound = Program(0, 1)
-    for number in range(3):
-        sound.kernel("gemm", 100.0 * number, 100.0 * number + 10, 80.0, stream=7 + number)
-    assert not any("doubtful" in note for note in mk.open(write_ranks(tmp_path / "sound", [sound])).notes)
-
-
 @pytest.mark.parametrize("between", ["", "\n", ",\n"])
 def test_two_traces_in_one_file_are_rejected(tmp_path: Path, between: str) -> None:
     one = json.dumps(ddp_program(0, 2).json())
@@ -174,18 +132,6 @@ def test_events_and_header_come_out_in_any_order(tmp_path: Path) -> None:
     assert [each["name"] for each in stream] == ["aten::mm", "aten::add"]
     assert stream.header == {"a": [1, {"b": 2}], "z": "end"}
     assert not +stream.repairs
-
-
-def test_pieces_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = json.dumps(
-        {"traceEvents": [event(f'op {i} \\ "é', args={"n": i}) for i in range(50)], "last": 12345}
-    )
-    path = written(tmp_path / "t.json", text)
-    for piece in (1, 7, 64):
-        monkeypatch.setattr("mpkit.timeline.foreign.stream.PIECE", piece)
-        stream = EventStream(path)
-        assert [each["args"]["n"] for each in stream] == [*range(50)]
-        assert stream.header == {"last": 12345}
 
 
 def test_what_public_tools_mend_is_mended_and_said(tmp_path: Path) -> None:
@@ -238,7 +184,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
     "nesting": (b'{"traceEvents": [' + b"[" * 100_000, "nested too deeply: .* at character"),
     "zeros": (gzip.compress(b"[" + b" " * (200 << 20), 1), "no text shrinks as much"),
     "shape": (
-        b'[{"ph":"X","cat":"cpu_op","name":"record_param_comms","ts":1,"args":{"Input Dims":[{"a":1}]}}]',
+        b'[{"ph":"X","cat":"cpu_op","name":"c10d::allreduce_","ts":1,"args":{"Input Dims":[{"a":1}]}}]',
         "event 0 cannot be read: could not convert string to float: 'a'",
     ),
 }  # fmt: skip

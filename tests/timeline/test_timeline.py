@@ -19,7 +19,6 @@ from mpkit.launch.session.run import Run
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
 from mpkit.prediction.what_if import BAND, settings, what_if, without_overlap
 from mpkit.prediction.what_if_result import WhatIf
-from mpkit.timeline import metrics
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.replay.spans import HELD, SPAN
@@ -151,7 +150,7 @@ def test_a_peak_is_never_less_than_what_was_held_at_any_time(
             for t, category, total in sorted(rows, key=lambda r: r[0])
         ]
     )
-    peak = metrics.peak(held, [(start, start + length)])[0]
+    peak = timeline((0, F, start, start + length), ranks=1, held=held).peak_memory[0]
     levels = [0] * 5
     seen = []
     for change in held:

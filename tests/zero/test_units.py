@@ -177,18 +177,9 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_muon_by_owner_is_serial_training(train: Train, plan: mk.Plan) -> None:
-    run = check_equal(
-        train,
-        gpt(),
-        pairs_of_tokens(),
-        plan,
-        loss=next_token_loss,
-        optimizer=Orthogonal,
-        steps=3,
-        max_grad_norm=0.5,
-    )
-    ratios = [row.ratio for row in run.timeline().comm_volume().rows if row.symbols == "k (n-1)"]
-    assert ratios == pytest.approx([1, 1])
+    how = {"loss": next_token_loss, "optimizer": Orthogonal, "steps": 3, "max_grad_norm": 0.5}
+    run = check_equal(train, gpt(), pairs_of_tokens(), plan, **how)
+    assert not any("psi (n-1)/n" in row.symbols for row in run.timeline().comm_volume().rows)
 
 
 def test_owners_hold_the_states_and_send_to_all(train: Train) -> None:
