@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.plan.axes import AXES
-from mpkit.plan.constructors import ELSEWHERE
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
+from mpkit.plan.synonyms import constructors
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.stage.shard import HeldPart, Shard, evenly, put_together
 
@@ -109,11 +109,11 @@ def test_broken_json() -> None:
         Plan.from_json('{"pp": 4, "microbatch": 8}')
 
 
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(constructors()))
 def test_constructors_of_other_libraries_are_answered_with_a_call_that_works(name: str) -> None:
-    with pytest.raises(mk.errors.UnknownName, match=re.escape(f"{name}; it is {ELSEWHERE[name]} here")):
+    with pytest.raises(mk.errors.UnknownName, match=re.escape(f"{name}; it is {constructors()[name]} here")):
         getattr(Plan, name)
-    assert eval(ELSEWHERE[name], {"Plan": Plan}).ranks > 1
+    assert eval(constructors()[name], {"Plan": Plan}).ranks > 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_every_constructor_takes_every_other_field() -> None:
     calls: dict[str, tuple[Callable[..., mk.Plan], tuple[Any, ...]]] = {
         "serial": (mk.Plan.serial, ()), "naive_mp": (mk.Plan.naive_mp, (2,)), "gpipe": (mk.Plan.gpipe, (2, 4)),
         "pipeline": (mk.Plan.pipeline, ("1f1b", 2, 4)), "ddp": (mk.Plan.ddp, (2,)), "dp": (mk.Plan.dp, (2,)),
-        "zero": (mk.Plan.zero, (2, 2)), "tp": (mk.Plan.tp, (2,)), "cp": (mk.Plan.cp, (2,)),
+        "zero": (mk.Plan.zero, (2, 2)), "tp": (mk.Plan.tp, (2,)),
         "from_schedule": (mk.Plan.from_schedule, (["F0 F1 B0 B1", "F0 B0 F1 B1"],)),
     }  # fmt: skip
     for name, (make, arguments) in calls.items():
@@ -199,7 +199,7 @@ def test_every_constructor_takes_every_other_field() -> None:
             try:
                 assert make(*arguments, **{field.name: value}) == plain, (name, field.name)
             except (TypeError, ValueError) as error:
-                set_here = {"schedule", "pp", "dp", "microbatches", "zero", "tp", "cp", "data_parallel"}
+                set_here = {"schedule", "pp", "dp", "microbatches", "zero", "tp", "data_parallel"}
                 assert field.name in set_here, (name, field.name, str(error))
     assert mk.Plan.gpipe(4, 8, precision="bf16").precision == "bf16"
     assert mk.Plan.naive_mp(2, recompute="full").recompute == "full"

@@ -52,7 +52,7 @@ PLANS = {
     "ZeRO-3, offloaded parameters": mk.Plan.zero(3, 4, offload="params"),
     "ZeRO-1 bf16": mk.Plan.zero(1, 4, precision="bf16"),
     "TP, sequence parallel": mk.Plan.tp(4, sequence_parallel=True),
-    "CP zigzag": mk.Plan.cp(2, cp_order="zigzag"),
+    "CP zigzag": mk.Plan(cp=2, cp_order="zigzag"),
     "3D with ZeRO-1": mk.Plan(pp=2, dp=2, tp=2, zero=1, schedule="1f1b", microbatches=4),
 }
 EXPERT_PLANS = {

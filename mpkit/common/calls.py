@@ -15,12 +15,14 @@ __all__ = ["answers", "mistaken_call"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def answers(example: str, meant: Mapping[str, str] | None = None) -> Callable[[Function], Function]:
+def answers(
+    example: str, meant: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None
+) -> Callable[[Function], Function]:
     """Decorate a public function whose mistaken calls are answered with this example, not one of its docstring.
 
     Args:
         example: a call that works, to paste; may have several lines.
-        meant: by keyword of another library, a sentence that says what it is called here.
+        meant: by keyword of another library, a sentence that says what it is called here; or a function of them.
     """
 
     def decorate(function: Function) -> Function:
@@ -52,7 +54,8 @@ def mistaken_call(
     else:
         examples = DocTestParser().get_examples(inspect.getdoc(function) or "")
         example = next((each.source for each in examples if f"{function.__name__}(" in each.source), "")
-    said = _what_is_wrong(name, inspect.signature(function), args, kwargs, meant)
+    known = meant() if callable(meant) else meant
+    said = _what_is_wrong(name, inspect.signature(function), args, kwargs, known)
     said = said or f"{name}() is given one argument by position and by name."
     lines = "".join(f"\n    {line}" for line in example.splitlines())
     return ArgumentError(f"{said} Such as:{lines}" if lines else said)

@@ -35,21 +35,6 @@ class Config(str):
     cannot_say: Mapping[str, str]
     annotated: str
 
-    @classmethod
-    def with_comments(
-        cls,
-        text: str,
-        kind: str,
-        comments: Mapping[str, str],
-        cannot_say: Mapping[str, str],
-        annotated: str,
-    ) -> Config:
-        """Return the text with its comments."""
-        config = cls(text)
-        config.kind, config.annotated = kind, annotated
-        config.comments, config.cannot_say = dict(comments), dict(cannot_say)
-        return config
-
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the text to a file, whole or not at all, and return its path.
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 from mpkit.common.calls import answers
 from mpkit.errors import ArgumentError, UnknownName
 from mpkit.plan.kinds import whole
-from mpkit.plan.synonyms import MEANT
+from mpkit.plan.synonyms import constructors, keywords
 
-__all__ = ["ELSEWHERE", "NAMED_AS_FIELDS", "NamedConstructors", "check_degrees", "with_options"]
+__all__ = ["NAMED_AS_FIELDS", "NamedConstructors", "check_degrees", "with_options"]
 
 P = TypeVar("P")
 
@@ -25,8 +25,8 @@ def with_options(make: type[P], options: dict[str, Any], **given: Any) -> P:
     """
     names = [field.name for field in fields(cast(Any, make)) if field.name not in given]
     for name in options:
-        if name in MEANT:
-            raise ArgumentError(f"{name}={options[name]!r}: there is no such option here. {MEANT[name]}")
+        if name in keywords():
+            raise ArgumentError(f"{name}={options[name]!r}: there is no such option here. {keywords()[name]}")
         if name not in names:
             near = get_close_matches(name, names, 1, 0.5)
             meant = f"Did you mean {near[0]}={options[name]!r}?" if near else ""
@@ -55,7 +55,7 @@ def check_degrees(example: str, **degrees: Any) -> None:
             )
 
 
-@answers("Plan.dp(replicas=4)", MEANT)
+@answers("Plan.dp(replicas=4)", keywords)
 def dp(cls: type[Any], replicas: int, **options: Any) -> Any:
     """Plan data parallelism as torch.nn.DataParallel does it: rank 0 owns the model, replicates it and steps.
 
@@ -71,7 +71,7 @@ def dp(cls: type[Any], replicas: int, **options: Any) -> Any:
     return with_options(cls, options, dp=replicas, data_parallel="dp")
 
 
-@answers("Plan.zero(stage=3, replicas=4)", MEANT)
+@answers("Plan.zero(stage=3, replicas=4)", keywords)
 def zero(cls: type[Any], stage: int, replicas: int | None = None, **options: Any) -> Any:
     """Plan ZeRO (Rajbhandari et al. 2020): states that all replicas would hold are sharded among them.
 
@@ -99,23 +99,7 @@ def zero(cls: type[Any], stage: int, replicas: int | None = None, **options: Any
     return with_options(cls, options, dp=replicas, zero=stage)
 
 
-@answers("Plan.pp(stages=4, microbatches=8)", MEANT)
-def pp(cls: type[Any], stages: int, **options: Any) -> Any:
-    """Plan a pipeline: every rank holds a stage of the model.
-
-    Args:
-        stages: p, the number of ranks.
-        options: other fields of a Plan, such as microbatches and schedule.
-
-    >>> from mpkit.plan.plan import Plan
-    >>> Plan.pp(4, microbatches=8)
-    Plan(pp=4, schedule='gpipe', microbatches=8)
-    """
-    check_degrees("Plan.pp(stages=4)", stages=stages)
-    return with_options(cls, options, pp=stages)
-
-
-@answers("Plan.tp(ranks=2)", MEANT)
+@answers("Plan.tp(ranks=2)", keywords)
 def tp(cls: type[Any], ranks: int, **options: Any) -> Any:
     """Plan tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): every layer is divided among the ranks.
 
@@ -131,56 +115,7 @@ def tp(cls: type[Any], ranks: int, **options: Any) -> Any:
     return with_options(cls, options, tp=ranks)
 
 
-@answers("Plan.cp(ranks=2)", MEANT)
-def cp(cls: type[Any], ranks: int, **options: Any) -> Any:
-    """Plan context parallelism (Liu et al., "Ring Attention", 2023): every sequence is divided among the ranks.
-
-    Args:
-        ranks: the number of ranks, each of which takes a part of every sequence.
-        options: other fields of a Plan, such as cp_order.
-
-    >>> from mpkit.plan.plan import Plan
-    >>> Plan.cp(2, cp_order="zigzag")
-    Plan(cp=2, cp_order='zigzag')
-    """
-    check_degrees("Plan.cp(ranks=2)", ranks=ranks)
-    return with_options(cls, options, cp=ranks)
-
-
-@answers("Plan.ep(ranks=4)", MEANT)
-def ep(cls: type[Any], ranks: int, **options: Any) -> Any:
-    """Plan expert parallelism (Lepikhin et al., "GShard", 2020): the experts of each layer are divided among the ranks.
-
-    Args:
-        ranks: the number of ranks, each of which takes a part of the batch.
-        options: other fields of a Plan, such as zero.
-
-    >>> from mpkit.plan.plan import Plan
-    >>> Plan.ep(4)
-    Plan(dp=4, ep=4)
-    """
-    check_degrees("Plan.ep(ranks=4)", ranks=ranks)
-    return with_options(cls, options, dp=ranks, ep=ranks)
-
-
-NAMED_AS_FIELDS: dict[str, Callable[..., Any]] = {
-    "cp": cp,
-    "dp": dp,
-    "ep": ep,
-    "pp": pp,
-    "tp": tp,
-    "zero": zero,
-}
-
-ELSEWHERE = {
-    "fsdp": "Plan.zero(3, 8)", "fsdp2": "Plan.zero(3, 8)", "full_shard": "Plan.zero(3, 8)",
-    "hsdp": "Plan.zero(3, 8, dp_shard=4)", "hybrid_shard": "Plan.zero(3, 8, dp_shard=4)",
-    "mics": "Plan.zero(3, 8, dp_shard=4)",
-    "ulysses": "Plan.cp(4, cp_method='ulysses')", "ring": "Plan.cp(4, cp_method='ring')",
-    "megatron": "Plan.tp(4, sequence_parallel=True)", "sp": "Plan.tp(4, sequence_parallel=True)",
-    "moe": "Plan.ep(4)",
-}  # fmt: skip
-"""For what other libraries call a strategy, the call that makes its Plan."""
+NAMED_AS_FIELDS: dict[str, Callable[..., Any]] = {"dp": dp, "tp": tp, "zero": zero}
 
 
 class NamedConstructors(type):
@@ -194,11 +129,7 @@ class NamedConstructors(type):
 
     def __getattr__(cls, name: str) -> Any:
         near = [] if name.startswith("_") else get_close_matches(name.lower(), dir(cls), 1, 0.6)
-        hint = (
-            f"; it is {ELSEWHERE[name]} here"
-            if name in ELSEWHERE
-            else f"; did you mean Plan.{near[0]}?"
-            if near
-            else ""
-        )
+        hint = f"; did you mean Plan.{near[0]}?" if near else ""
+        if name in constructors():
+            hint = f"; it is {constructors()[name]} here"
         raise UnknownName(f"Plan has no constructor {name}{hint}")

@@ -9,7 +9,7 @@ from math import isfinite
 from numbers import Real
 from typing import Any, NamedTuple
 
-from mpkit.plan.synonyms import VALUES
+from mpkit.plan import synonyms
 from mpkit.plan.tensor_plan import TensorPlan
 
 __all__ = [
@@ -96,15 +96,13 @@ def _between(value: Any, least: int, most: float) -> int | None:
     return number if number is not None and least <= number <= most else None
 
 
-def _choice(*choices: str, words: str = "", near: Mapping[str, str] | None = None) -> Kind:
+def _choice(*choices: str, words: str = "") -> Kind:
     """Take one of some words; a wrong one is answered with the nearest, or with what another library's word means."""
 
     def says(name: str, value: Any) -> Parts:
         word = str(value).lower()
         change, known = _meant_field(name, word)
-        if not change:
-            meant = (near or {}).get(word) or (get_close_matches(word, choices, 1, 0.3) or [choices[0]])[0]
-            change = {name: meant}
+        change = change or {name: (get_close_matches(word, choices, 1, 0.3) or [choices[0]])[0]}
         one_of = words or f"{name} is one of {', '.join(map(repr, choices))}."
         return (f"{one_of} {known}Did you mean ", change)
 
@@ -113,23 +111,19 @@ def _choice(*choices: str, words: str = "", near: Mapping[str, str] | None = Non
 
 def _meant_field(name: str, word: str) -> tuple[Change, str]:
     """Return the field that another library's word means, and what to know of it; ({}, "") for an unknown word."""
-    if name == "data_parallel" and word in VALUES["zero"]:
-        stage, known = VALUES["zero"][word]
-        return {"data_parallel": "ddp", "zero": stage}, f"{known} "
-    ours, known = VALUES.get(name, {}).get(word, (None, ""))
-    return ({} if ours is None else {name: ours}), (f"{known} " if known else "")
+    if name == "data_parallel" and word in (stages := synonyms.values("zero")):
+        stage, known = stages[word]
+        return {"data_parallel": "ddp", "zero": stage}, known
+    ours, known = synonyms.values(name).get(word, (None, ""))
+    return {} if ours is None else {name: ours}, known
 
 
 def _read_recompute(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
-    return (
-        f"every={every(value)}"
-        if value.startswith("every=") and every(value)
-        else value
-        if value in RECOMPUTE
-        else None
-    )
+    if value in RECOMPUTE:
+        return value
+    return f"every={every(value)}" if value.startswith("every=") and every(value) else None
 
 
 def _says_recompute(name: str, value: Any) -> Parts:
@@ -197,7 +191,6 @@ KINDS: dict[str, Kind] = {
         *METHODS,
         words="attention over a divided sequence passes keys and values around, 'ring', or divides the heads "
         "meanwhile, 'ulysses'.",
-        near=dict.fromkeys(("all_to_all", "alltoall", "a2a", "sp", "deepspeed"), "ulysses"),
     ),
     "sequence_parallel": Kind(
         lambda value: value if isinstance(value, bool) else None,

@@ -16,10 +16,11 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors, check_degrees, with_options
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.rules import call_of, check_plan, own_schedule
-from mpkit.plan.schedule import Schedule, build_schedule, naive
+from mpkit.plan.schedule import Schedule, build_schedule
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE, has_pairs
+from mpkit.plan.schedule.schedules import naive
 from mpkit.plan.schedule.summary import bubble_in_theory
-from mpkit.plan.synonyms import MEANT
+from mpkit.plan.synonyms import keywords
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
 
@@ -114,7 +115,7 @@ class Plan(metaclass=NamedConstructors):
     # ------------------------------------------------------------ the classics by name
 
     @classmethod
-    @answers("Plan.serial(microbatches=4)", MEANT)
+    @answers("Plan.serial(microbatches=4)", keywords)
     def serial(cls, microbatches: int = 1, **options: Any) -> Plan:
         """Plan a run of the whole model on one rank; gradients accumulate over the micro-batches.
 
@@ -129,7 +130,7 @@ class Plan(metaclass=NamedConstructors):
         return with_options(cls, options, schedule=NAIVE, microbatches=microbatches)
 
     @classmethod
-    @answers("Plan.naive_mp(stages=4)", MEANT)
+    @answers("Plan.naive_mp(stages=4)", keywords)
     def naive_mp(cls, stages: int, **options: Any) -> Plan:
         """Plan naive model parallelism: the model is cut over ranks, of which one works at a time.
 
@@ -144,7 +145,7 @@ class Plan(metaclass=NamedConstructors):
         return with_options(cls, options, pp=stages, schedule=NAIVE)
 
     @classmethod
-    @answers("Plan.gpipe(stages=4, microbatches=8)", MEANT)
+    @answers("Plan.gpipe(stages=4, microbatches=8)", keywords)
     def gpipe(cls, stages: int, microbatches: int, **options: Any) -> Plan:
         """Plan GPipe (Huang et al. 2019): a pipeline over micro-batches.
 
@@ -159,7 +160,7 @@ class Plan(metaclass=NamedConstructors):
         return with_options(cls, options, pp=stages, schedule=GPIPE, microbatches=microbatches)
 
     @classmethod
-    @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', MEANT)
+    @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', keywords)
     def pipeline(cls, schedule: str, ranks: int, microbatches: int, **options: Any) -> Plan:
         """Plan a pipeline by the name of its schedule.
 
@@ -176,7 +177,7 @@ class Plan(metaclass=NamedConstructors):
         return with_options(cls, options, schedule=schedule, pp=ranks, microbatches=microbatches)
 
     @classmethod
-    @answers("Plan.ddp(replicas=4)", MEANT)
+    @answers("Plan.ddp(replicas=4)", keywords)
     def ddp(cls, replicas: int, **options: Any) -> Plan:
         """Plan distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020): every rank has the whole
         model.
@@ -194,7 +195,7 @@ class Plan(metaclass=NamedConstructors):
         return with_options(cls, options, dp=replicas)
 
     @classmethod
-    @answers('Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])', MEANT)
+    @answers('Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])', keywords)
     def from_schedule(
         cls, schedule: Source, pp: int | None = None, microbatches: int | None = None, **options: Any
     ) -> Plan:
@@ -417,7 +418,6 @@ class Plan(metaclass=NamedConstructors):
         path: str | os.PathLike[str] | Mapping[str, Any],
         format: str | None = None,
         ranks: int | None = None,
-        recipe: str | None = None,
     ) -> Plan:
         """Read the plan that another framework's configuration says.
 
@@ -425,7 +425,6 @@ class Plan(metaclass=NamedConstructors):
             path: the file, its text, or the mapping that it holds.
             format: as for `to`; left out, it is guessed from the keys.
             ranks: how many ranks there are, for a file that leaves them to its launcher.
-            recipe: which function of a Python module makes the configuration, if there are several.
 
         >>> Plan.read(Plan.zero(2, 8, precision="bf16").to("deepspeed"))
         Plan(dp=8, zero=2, precision='bf16')
@@ -437,7 +436,7 @@ class Plan(metaclass=NamedConstructors):
 
         Keys of which a Plan says nothing are listed in a warning.
         """
-        plan: Plan = resolve_name("mpkit.plan.formats.read:read")(path, format, ranks, recipe)
+        plan: Plan = resolve_name("mpkit.plan.formats.read:read")(path, format, ranks)
         return plan
 
 
@@ -445,5 +444,7 @@ class Plan(metaclass=NamedConstructors):
 # They are set here, since inside the class body they would be taken for the fields' defaults.
 for _name, _make in NAMED_AS_FIELDS.items():
     setattr(Plan, _name, classmethod(_make))
-setattr(Plan, "__init__", answers("Plan(pp=4, schedule='1f1b', microbatches=8)", MEANT)(Plan.__init__))  # noqa: B010
+for _name in ("pp", "cp", "ep"):
+    delattr(Plan, _name)  # so that Plan.cp(2) is answered with Plan(cp=4)
+setattr(Plan, "__init__", answers("Plan(pp=4, schedule='1f1b', microbatches=8)", keywords)(Plan.__init__))  # noqa: B010
 public(Plan)

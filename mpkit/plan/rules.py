@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpkit.plan.kinds import CONTIGUOUS, KINDS, MOST, Change, Parts, whole
 from mpkit.plan.schedule import Schedule, validate
-from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, OTHER_NAMES, SCHEDULES
+from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
+from mpkit.plan.schedule.read import as_list
+from mpkit.plan.synonyms import schedules
 
 __all__ = ["call_of", "change_plan", "check_plan", "own_schedule"]
 
@@ -109,8 +111,9 @@ def _complete_schedule(plan: Any) -> Parts | None:
     given: Any = plan.schedule
     if isinstance(given, str) and given in SCHEDULES:
         return _complete_stages(plan)
-    rows = len(given.split()) > 1 if isinstance(given, str) else _iterates(given)
-    if not (rows or callable(given) or isinstance(given, Schedule)):
+    if not isinstance(given, str | Schedule) and not callable(given):
+        given = as_list(given)
+    if given is None or (isinstance(given, str) and len(given.split()) < 2):
         return _no_such_schedule(plan)
     own = own_schedule(given, plan.pp, plan.microbatches)
     if (plan.pp, plan.microbatches) != (own.ranks, own.microbatches):
@@ -134,22 +137,13 @@ def _complete_schedule(plan: Any) -> Parts | None:
 def _no_such_schedule(plan: Any) -> Parts:
     names = list(SCHEDULES)
     word = str(plan.schedule).lower().replace("-", "_").replace(" ", "_")
-    near = OTHER_NAMES.get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
+    near = schedules().get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
     several = 1 if SCHEDULES[near].can_have(1) else max(plan.virtual_stages, 2)
     return (
         f"Plan(schedule={plan.schedule!r}): there is no such schedule. There are {', '.join(map(repr, names[:-1]))} "
         f"and {names[-1]!r}, and one of your own works too: its rows, or a function of (p, m). The nearest is ",
         {"schedule": near, "virtual_stages": several},
     )  # fmt: skip
-
-
-def _iterates(given: Any) -> bool:
-    """Return whether it can really be iterated over: a tensor without dimensions has `__iter__` too."""
-    try:
-        iter(given)
-    except TypeError:
-        return False
-    return True
 
 
 def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:

@@ -76,27 +76,12 @@ def _pipeline(plan: Any) -> str:
     else:
         title, stages = f"{name} on {plan.pp} ranks", f"the model in {plan.stages} stages"
     parts = "whole" if plan.microbatches == 1 else f"in {plan.microbatches} micro-batches"
-    again = {
-        "none": "",
-        "selective": ", attentions computed again in the backward",
-        "full": ", activations computed again in the backward",
-    }.get(
-        plan.recompute,
-        f", activations of every {_nth(every(plan.recompute))} block computed again in the backward",
-    )
+    blocks = f"activations of one in {every(plan.recompute)} blocks"
+    what = {"none": "", "selective": "attentions", "full": "activations"}.get(plan.recompute, blocks)
+    again = f", {what} computed again in the backward" if what else ""
     bubble = plan.bubble_in_theory
     theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
     return f"{title}: {stages}, each batch {parts}{again}.{theory if plan.pp > 1 else ''}"
-
-
-def _nth(k: int) -> str:
-    """Return an ordinal number, such as 2nd.
-
-    >>> [_nth(k) for k in (1, 2, 3, 4, 11, 22)]
-    ['1st', '2nd', '3rd', '4th', '11th', '22nd']
-    """
-    end = "th" if k % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
-    return f"{k}{end}"
 
 
 def _replicas(plan: Any) -> str:

@@ -4,7 +4,6 @@ Phases:
 
     known      the named schedules that fit: the best of them is the one to beat
     greedy     orders built by many policies while a simulated clock runs (`mpkit.plan.schedule.greedy`)
-    improve    small changes to the best of all of these (`mpkit.plan.schedule.greedy`)
 
 Nothing is run. With the times of a run (`timeline.stage_times()`), the result is for that run's model and machine.
 """
@@ -21,10 +20,11 @@ from typing import NamedTuple
 from mpkit.common.tracebacks import public
 from mpkit.plan.kinds import every
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule import Schedule, naive
+from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.action import live
 from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy, improve, span
+from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy, span
+from mpkit.plan.schedule.schedules import naive
 from mpkit.plan.schedule.validate import each
 from mpkit.timeline.simulation import Times, by_stage, simulate, time_of, whole_backward
 from mpkit.timeline.timeline import Timeline
@@ -97,7 +97,7 @@ def search_schedule(
             `**run.timeline().stage_times()`.
         max_live: the most activations that a rank may hold at once, one number or one per rank; None: no limit.
         activation: how much of that unit a stage holds per micro-batch, one number or one per stage.
-        seed: the seed of the random policies and changes; the same seed finds the same schedule.
+        seed: the seed of the random policies; the same seed finds the same schedule.
         effort: the number of actions simulated in all, which bounds the time taken (400,000: about 2 s).
 
     Returns:
@@ -126,20 +126,13 @@ def search_schedule(
     at_least = min(_at_least(placement, plan, costs) for placement in placements)
     candidates = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
     named_times = {one.name: one.seconds for one in candidates}
-    tries = max(1, effort // (6 * plan.stages * plan.microbatches))
-    # ---- greedy: half of the effort
+    tries = max(1, effort // (3 * plan.stages * plan.microbatches))
+    # ---- greedy
     for placement, policy in islice(_policies(placements, costs, Random(seed)), tries):
         if candidates and min(candidates, key=_order).seconds <= at_least:
             break
         made = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
         candidates.append(score("searched", made))
-    # ---- improve: the other half, shared among the best three
-    for one in sorted(candidates, key=_order)[:3]:
-        limits = costs.max_live, costs.activation
-        better = improve(one.schedule, length, *limits, Random(seed), tries // 3, at_least)
-        if better is not one.schedule:
-            better = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
-            candidates.append(score("searched", better))
     shortest = min(candidates, key=_order)
     best, caps = _plan_of(shortest, plan), list(costs.max_live)
     timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)

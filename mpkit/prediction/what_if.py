@@ -46,7 +46,7 @@ from mpkit.devices.hardware import Hardware, Link
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
-from mpkit.plan.synonyms import MEANT
+from mpkit.plan.synonyms import keywords
 from mpkit.prediction.experiments.factors import Factors, PlayedTraining, last_step, with_starts
 from mpkit.prediction.what_if_result import PredictedStep, WhatIf
 from mpkit.timeline.timeline import Timeline
@@ -154,7 +154,7 @@ def _check_names(changes: Mapping[str, Any]) -> None:
     for name in changes:
         if name not in known:
             near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}={changes[name]!r}?" if near else MEANT.get(name, "")
+            hint = f"did you mean {near[0]}={changes[name]!r}?" if near else keywords().get(name, "")
             raise ValueError(
                 f"run.what_if({name}=...): there is no such change{'; ' + hint if hint else '.'} There are "
                 f"{', '.join(known)}, as in {EXAMPLE}"

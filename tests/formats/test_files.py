@@ -16,13 +16,12 @@ from torch import nn
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.plan.formats.table import FORMATS
+from mpkit.plan.formats.catalogue import FORMATS
 from tests.formats.plans import plans
 
 AT_ONCE, SPEED = 2**20, 5e8 * 4 / 2**20
 RUN = "torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 1"
 JOB = "#!/bin/bash\n#SBATCH --job-name=x\n"
-TOML = "[activation_checkpoint]\nmode = 'none'\n[training]\n"
 
 
 def megatron(**fields: Any) -> Plan:
@@ -77,25 +76,8 @@ FILES = {
         "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 1\n",
         "accelerate", Plan(dp=4, zero=1, precision="bf16", bucket_mb=SPEED / 2),
     ),
-    "FSDP2 by its version": ("bf16: true\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n", "trainer",
-                             Plan(zero=3, offload="params", precision="bf16")),
     "settings without FSDP": ("gradient_checkpointing: true\nfsdp_config:\n  min_num_params: 0\n  version: 2\n",
                               "trainer", Plan(recompute="full")),
-    "torchtitan of 2024": (
-        f"{TOML}batch_size = 8\ntensor_parallel_degree = 2\ndata_parallel_degree = 4\n[experimental]\n"
-        "pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'interleaved_1f1b'\ncontext_parallel_degree = 2\n",
-        "torchtitan", Plan(pp=2, dp=4, tp=2, cp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4,
-                           zero=2, precision="bf16", sequence_parallel=True),
-    ),
-    "every second block": (
-        "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'\n[parallelism]\n"
-        "data_parallel_shard_degree = 1\n", "torchtitan", Plan(recompute="every=2", precision="bf16"),
-    ),
-    "whole experts": (
-        f"{TOML}local_batch_size = 1\n[parallelism]\ndata_parallel_shard_degree = 4\ntensor_parallel_degree = 2\n"
-        "expert_parallel_degree = 4\nexpert_tensor_parallel_degree = 2\n", "torchtitan",
-        Plan(dp=4, tp=2, zero=3, precision="bf16", sequence_parallel=True, ep=4, etp=2),
-    ),
 }  # fmt: skip
 
 
@@ -117,10 +99,13 @@ REJECTED = {
     "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
                                   "", "both enabled"),
     "both in branches": (f"if [ $1 = a ]; then\n A=--fp16\nelse\n A=--bf16\nfi\n{RUN}", "",
-                         "one branch of an `if` or a `case` has --bf16, another branch has other options"),
+                         "--bf16 = 'true': only one branch of an `if` or a `case` runs"),
+    "Axolotl's FSDP": ("bf16: true\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n", "", "it is Axolotl's"),
+    "ms-swift": ("NPROC_PER_NODE=8 megatron sft --tensor_model_parallel_size 2", "", "defaults of its own"),
+    "torchtitan's TOML of 2024": ("[training]\ntensor_parallel_degree = 2\n", "torchtitan", "no key of"),
     "other axes in branches": ("case $1 in\n a) A='--tensor-model-parallel-size 2 --bf16' ;;\n"
                                f" b) A='--pipeline-model-parallel-size 2 --bf16' ;;\nesac\n{RUN}", "",
-                               "only one of them runs"),
+                               "only one branch of an `if` or a `case` runs"),
 }  # fmt: skip
 
 
@@ -137,7 +122,7 @@ def test_what_is_another_plan_is_rejected(what: str, tmp_path: Path) -> None:
 
 
 LEFT_OPEN = {
-    "torchtitan": (TOML + "[parallelism]\ndata_parallel_shard_degree = -1\ntensor_parallel_degree = 2",
+    "torchtitan": ("ParallelismConfig(data_parallel_shard_degree=-1, tensor_parallel_degree=2)",
                    Plan(dp=8, tp=2, sequence_parallel=True, zero=3, precision="bf16")),
     "DeepSpeed": ('{"zero_optimization": {"stage": 2}}', Plan(dp=16, zero=2, bucket_mb=SPEED)),
     "Accelerate": ("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2", Plan(dp=16, zero=3)),

@@ -11,7 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.plan.formats.table import FORMATS
+from mpkit.plan.formats.catalogue import FORMATS
 
 SAID_IN_FULL = [
     ("deepspeed", Plan.zero(3, 8, microbatches=4, precision="bf16", offload="params")),
@@ -150,14 +150,13 @@ def test_unknown_keys_are_listed() -> None:
     )
     with pytest.warns(UserWarning, match="Plan says nothing of it: zero_force, steps_per_print"):
         assert Plan.read(text) == Plan()
-    with pytest.warns(UserWarning, match="hybrid_shard shards within a node"):
-        assert Plan.read("per_device_train_batch_size: 1\nfsdp: hybrid_shard") == Plan(zero=3)
+    with pytest.raises(ValueError, match="hybrid_shard shards within a node"):
+        Plan.read("per_device_train_batch_size: 1\nfsdp: hybrid_shard")
 
 
 DS = '"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2'
 RUN = "torchrun --nproc_per_node 8 pretrain_gpt.py "
 FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
-TITAN = "[training]\nlocal_batch_size = 2\n[parallelism]  # as before 0.3\ndata_parallel_shard_degree = 8\n"
 
 
 @pytest.mark.parametrize(
@@ -179,15 +178,9 @@ TITAN = "[training]\nlocal_batch_size = 2\n[parallelism]  # as before 0.3\ndata_
          Plan(dp=4, zero=3, cp=2, cp_method="ulysses")),
         ("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {}\n", "accelerate",
          Plan(dp=4, zero=2, bucket_mb=SPEED)),
-        (f"{RUN}--pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 2 "
-         "--micro-batch-size 1 --global-batch-size 16\n", "megatron",
-         Plan(pp=4, dp=2, schedule="interleaved_1f1b", microbatches=8, virtual_stages=4, bucket_mb=AT_ONCE)),
         (f"{RUN}--recompute-activations\n", "megatron",
          Plan(dp=8, schedule="1f1b", recompute="selective", bucket_mb=AT_ONCE)),
         (f"{RUN}--use-torch-fsdp2\n", "megatron", Plan(dp=8, schedule="1f1b", zero=3)),
-        (TITAN, "torchtitan", Plan(dp=8, zero=3, precision="bf16", recompute="every=2")),
-        (f"{TITAN}pipeline_parallel_degree = 2\n[activation_checkpoint]\nmode = 'full'\n", "torchtitan",
-         Plan(pp=2, dp=8, schedule="1f1b", microbatches=2, zero=2, precision="bf16", recompute="full")),
     ],
 )  # fmt: skip
 def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
@@ -208,8 +201,7 @@ def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
         ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "accelerate",
          "deepspeed_config_file = 'ds.json': the plan is in that file"),
         (f"{RUN}--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2\n", "megatron",
-         "needs --num-layers, a multiple of 4"),
-        (f"{RUN}--pipeline-model-parallel-layout 'Et|(tt)*L'\n", "megatron", "a layout is not read"),
+         "it is not read: --num-virtual-stages-per-pipeline-rank=2 says"),
         (f"{RUN}--expert-tensor-parallel-size x\n", "megatron", "a whole number, 1 or more"),
     ],
 )  # fmt: skip
@@ -224,7 +216,7 @@ def test_a_format_is_taken_only_where_one_of_its_own_keys_is_there(tmp_path: Any
     path.write_text('[project]\nname = "anything"\nversion = "0.1"\n')
     with pytest.raises(ValueError, match="no key of a format"):
         Plan.read(path)
-    with pytest.raises(ValueError, match="no key of torchtitan"):
+    with pytest.raises(ValueError, match=r"cannot be read as torchtitan|no key of torchtitan"):
         Plan.read(path, format="torchtitan")
     with pytest.raises(ValueError, match="format='deepspeed'"):
         Plan.read({"train_batch_size": 32, "epochs": 3})
@@ -255,14 +247,14 @@ def test_json_as_people_write_it(tmp_path: Path, what: str) -> None:
 
 
 BOMBS: dict[str, tuple[str, str]] = {
-    "an alias of itself": ("a: &a {b: *a}\n", "is an alias"),
-    "tags": ("a: !!python/object/apply:os.system [true]\n", "line 1: .* is a tag"),
+    "an alias of itself": ("a: &a {b: *a}\n", "an alias is not read"),
+    "tags": ("a: !!python/object/apply:os.system [true]\n", "line 1: a tag is not read"),
     "deep YAML": ("a:\n " + "[" * 10_000, "50 levels"),
     "long YAML": ("a: [" + "1,\n" * 21_000 + "]", "20,000 values"),
-    "deep JSON": ('{"a":' * 100_000, "nested too deeply"),
+    "deep JSON": ('{"a":' * 10_000, "nested too deeply"),
     "deep Python": ("x = " + "(" * 5_000 + ")" * 5_000 + "\n", "no Python that can be read"),
     "variables that double": (
-        "A=" + "x" * 99 + "\n" + "A=$A$A\n" * 30 + "torchrun --nnodes $A x.py\n", "more than 1,000,000 characters"
+        "A=" + "x" * 99 + "\n" + "A=$A$A\n" * 30 + "torchrun --nnodes $A x.py\n", r"\$A is open"
     ),
     "a long text": ("x: 1\n" * 300_000, "1,500,000 characters"),
     "ranks": ("torchrun --nnodes 1000000000 --nproc-per-node 1000000000 \\\n x.py", "dp is at most 1,000,000"),
@@ -303,6 +295,9 @@ def test_variables_that_the_script_assigns(what: str) -> None:
 
 OPEN: dict[str, str] = {
     "not assigned": f"{MEGATRON}$TP",
+    "said twice": f"TP=2\nTP=4\n{MEGATRON}$TP",
+    "of each other": f"TP=$A\nA=$TP\n{MEGATRON}$TP",
+    "after a test": f"[ $X ] && TP=4\n{MEGATRON}$TP",
     "changed": f"TP=22\n{MEGATRON}${{TP%2}}",
     "in an if": f"TP=2\nif [ $X ]; then\n  TP=4\nfi\n{MEGATRON}$TP",
     "a loop's": f"for TP in 1 2; do\n{MEGATRON}$TP\ndone",

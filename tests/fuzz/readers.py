@@ -324,10 +324,6 @@ READERS: dict[str, Reader] = {
         ".json", lambda: [b'{"version": 1, "exercises": {"gpipe": {"tries": 1, "passed": false}}, "predictions": {}}'],
         damaged_json, progress, NoNotebook, False,
     ),
-    "schedule": Reader(
-        ".csv", lambda: [mk.Plan.pipeline("interleaved_1f1b", 2, 4).build().to_csv().encode()], damaged_text,
-        lambda path: str(mk.Schedule.from_csv(path)), ValueError, False,
-    ),
     "config of a model": Reader(
         ".json", lambda: [json.dumps(CONFIG).encode()], damaged_json, architecture_of, ValueError
     ),

@@ -27,8 +27,8 @@ def figures(schedule: Schedule, slots: Mapping[str, float] | None = None) -> Fig
     placed = play(schedule, slots or {"F": 1, "B": 2, "I": 1, "W": 1}).placed
     ranks = range(schedule.ranks)
     span = max(end for _, end, *_ in placed)
-    busy = [sum(end - start for start, end, rank, _ in placed if rank == r) for r in ranks]
-    own = [max(e for _, e, rank, _ in placed if rank == r) - min(s for s, _, rank, _ in placed if rank == r)
+    busy = [sum(end - start for start, end, rank, *_ in placed if rank == r) for r in ranks]
+    own = [max(e for _, e, rank, *_ in placed if rank == r) - min(s for s, _, rank, *_ in placed if rank == r)
            for r in ranks]  # fmt: skip
     peak = []
     for row in schedule.rows:

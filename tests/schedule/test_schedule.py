@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.plan.schedule import Schedule, draw, gpipe, lower, validate
+from mpkit.plan.schedule import Schedule, draw, lower, validate
+from mpkit.plan.schedule.schedules import gpipe
 from mpkit.trace import Kind
 from tests.counted import counted
 from tests.recipes import sgd

@@ -1,58 +1,56 @@
-"""What several keys say together in the files of DeepSpeed, Accelerate, FSDP2 in Python and transformers' Trainer."""
+"""What several keys say together for DeepSpeed, Accelerate, transformers, FSDP2 in Python and Megatron-LM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
-from mpkit.plan.formats.keys import (
-    LARGEST,
-    RANKS,
-    Fields,
-    FormatCode,
-    Values,
-    bool_of,
-    number_of,
-    refuse_file,
-)
+from mpkit.plan.formats.launchers import count_ranks, launch_lines, read_fsdp, refuse_file, refuse_files
 from mpkit.plan.formats.python_code import assignments
 from mpkit.plan.formats.request import ExportRequest
+from mpkit.plan.formats.script import options
 from mpkit.plan.formats.syntax import Page
+from mpkit.plan.formats.table import LARGEST, RANKS, Fields, FormatCode, Values, bool_of, number_of
 from mpkit.plan.rules import call_of
-from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
+from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
-__all__ = [
-    "ACCELERATE", "ALL_AT_ONCE", "DEEPSPEED", "DEEPSPEED_BUCKET", "FSDP", "TRAINER", "fsdp_words", "legacy_fsdp",
-    "read_fsdp", "whole_or_real",
-]  # fmt: skip
+__all__ = ["ACCELERATE", "DEEPSPEED", "FSDP", "MEGATRON", "TRAINER"]
 
 MIB = 2**20
 ALL_AT_ONCE = 2**20
 """MiB of a bucket for all gradients: Megatron's without `--overlap-grad-reduce`, whatever size it is given."""
-OFFLOADED_WITH_3 = "a Plan offloads parameters with ZeRO-3 only: read as zero=3"
-OFFLOADED_WITHOUT_3 = "offload of parameters goes with ZeRO-3: left out"
+DEEPSPEED_BUCKET = 500_000_000
+"""Elements, where reduce_bucket_size is left out, and without ZeRO."""
 
 
-def whole_or_real(size: float) -> float:
-    """Return a number as an int, if it is whole."""
-    return int(size) if size == int(size) else size
+def _bucket(elements: float, precision: str | None) -> Fields:
+    """Return the MiB of a bucket with so many gradients, which 16 bits reduce in 16 bits."""
+    size = elements * (4 if precision in (None, "full") else 2) / MIB
+    return {"bucket_mb": int(size) if size == int(size) else size}
+
+
+def _read_offload(fields: Fields, is_offloaded: bool, notes: list[str]) -> None:
+    """Leave out what DeepSpeed ignores: parameters are offloaded with ZeRO-3 only, and states with ZeRO."""
+    if fields.get("offload") == "params" and fields.get("zero", 0) < 3:
+        fields["offload"] = "optimizer" if is_offloaded and fields.get("zero") else "none"
+        notes.append("offload of parameters goes with ZeRO-3: left out")
+
+
+def _with_zero_3(fields: Fields, notes: list[str]) -> None:
+    if fields.get("offload") == "params" and fields.get("zero") != 3:
+        fields["zero"] = 3
+        notes.append("a Plan offloads parameters with ZeRO-3 only: read as zero=3")
 
 
 # ---- DeepSpeed: pipelines and what is recomputed are in code there
 
 ZERO = "zero_optimization"
-DEEPSPEED_BUCKET = 500_000_000
-"""Elements, where reduce_bucket_size is left out, and without ZeRO."""
-
-
-def _gradient_bytes(precision: str) -> int:
-    return 4 if precision == "full" else 2
 
 
 def _deepspeed_names(asked: ExportRequest) -> Mapping[str, Any]:
-    """Return the elements of a bucket: bucket_mb is in bytes of gradients."""
-    size = asked.plan.bucket_mb * MIB / _gradient_bytes(asked.plan.precision)
+    size = asked.plan.bucket_mb * MIB / (4 if asked.plan.precision == "full" else 2)
     return {"elements": max(1, round(size))}
 
 
@@ -83,19 +81,10 @@ def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Field
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
             "of them is left out: read as dp=1; Plan.read(..., ranks=8) says how many there are"
         )
-    if fields.get("offload") == "params" and fields.get("zero", 0) < 3:
-        is_offloaded = values.get(f"{ZERO}.offload_optimizer.device", "none") != "none" or bool_of(
-            values.get(f"{ZERO}.cpu_offload", False)
-        )
-        fields["offload"] = "optimizer" if is_offloaded and fields.get("zero") else "none"
-        notes.append(OFFLOADED_WITHOUT_3)
-    if "nvme" in (values.get(f"{ZERO}.offload_{part}.device") for part in ("optimizer", "param")):
-        notes.append("offload to nvme is read as offload to the host")
+    offloaded = values.get(f"{ZERO}.offload_optimizer.device", "none") != "none"
+    _read_offload(fields, offloaded or bool_of(values.get(f"{ZERO}.cpu_offload", False)), notes)
     elements = values.get(f"{ZERO}.reduce_bucket_size", DEEPSPEED_BUCKET if fields.get("dp", 1) > 1 else None)
-    if elements:
-        size = float(elements) * _gradient_bytes(fields.get("precision", "full")) / MIB
-        fields["bucket_mb"] = whole_or_real(size)
-    return fields
+    return fields | (_bucket(elements, fields.get("precision")) if elements else {})
 
 
 def _check_deepspeed(asked: ExportRequest) -> None:
@@ -110,70 +99,16 @@ def _check_deepspeed(asked: ExportRequest) -> None:
 DEEPSPEED = FormatCode(
     _finish_deepspeed,
     _check_deepspeed,
-    names=_deepspeed_names,
+    _deepspeed_names,
     readers={
         "@elements": _read_elements,
         "@stage_1": lambda value: {"zero": 1} if value != {} and bool_of(value) else {},
     },
 )
 
-
-# ---- FSDP's older words
-
-STRATEGIES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
-
-
-def legacy_fsdp(words: str, notes: list[str]) -> dict[str, Any]:
-    """Return the fields that FSDP's older words say, such as "full_shard auto_wrap".
-
-    >>> legacy_fsdp("full_shard auto_wrap offload", [])
-    {'zero': 3, 'offload': 'params'}
-
-    Raises:
-        ValueError: a word is none of them.
-    """
-    fields: dict[str, Any] = {}
-    for word in words.lower().split():
-        if word in STRATEGIES:
-            fields["zero"] = STRATEGIES[word]
-        elif word == "offload":
-            fields["offload"] = "params"
-        elif word != "auto_wrap":
-            raise ValueError(f"{word!r} is none of {', '.join(STRATEGIES)}, auto_wrap, offload")
-        if word.startswith("hybrid"):
-            notes.append(
-                f"{word} shards within a node, and the file does not say how many ranks a node has: read as sharding "
-                "among all replicas; give Plan(dp_shard=8) for nodes of 8"
-            )
-    return fields
-
-
-def fsdp_words(value: Any) -> str:
-    """Return FSDP's older words, which may be a list, as one text; "" if the value is true, false or nothing."""
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value or "").strip("\"'")
-    return "" if text.lower() in ("true", "false") else text
-
-
-def read_fsdp(value: Any) -> Mapping[str, Any]:
-    """Return what a Trainer's `fsdp` says: older words, or that it is on."""
-    if words := fsdp_words(value):
-        return legacy_fsdp(words, [])
-    return {"zero": 3} if value and bool_of(value) else {}
-
-
-def _resharding(value: Any, notes: list[str]) -> Fields:
-    """Return what `reshard_after_forward` says: false is ZeRO-2; older files have a strategy there."""
-    word = str(value).lower()
-    return legacy_fsdp(word, notes) if word in STRATEGIES else {} if bool_of(word) else {"zero": 2}
-
-
 # ---- Accelerate: one of DDP, FSDP2, DeepSpeed and Megatron-LM, by the plan
 
 MODES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-OTHER_DEVICES = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
-SHARDING = {
-    "1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2",
-}  # fmt: skip
 
 
 def _accelerate_names(asked: ExportRequest) -> Mapping[str, Any]:
@@ -192,7 +127,7 @@ def _accelerate_names(asked: ExportRequest) -> Mapping[str, Any]:
 
 def _read_mode(value: Any) -> Mapping[str, Any]:
     value = "NO" if value is False else value  # YAML's NO without quotes
-    if value not in (*MODES, *OTHER_DEVICES):
+    if value not in MODES:
         raise ValueError(f"one of {', '.join(MODES)}")
     return {"zero": 3} if value == "FSDP" else {"schedule": ONE_F_ONE_B} if value == "MEGATRON_LM" else {}
 
@@ -202,92 +137,60 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
     ranks = values.get(RANKS) or number_of(values.get("num_processes", 1))
     if not {RANKS, "num_processes"} & values.keys() and kind not in (None, "NO", False):
         notes.append("num_processes is left out: read as 1; Plan.read(..., ranks=8) says how many there are")
-    if "mixed_precision" not in values and bool_of(values.get("fp16", False)):  # as it was said before 0.6
-        fields["precision"] = "fp16"
-    if kind == "DEEPSPEED" and "deepspeed_config.zero_stage" not in values:
-        fields["zero"] = 2  # DeepSpeedPlugin's own
     inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
     if ranks % inner:
         raise ValueError(
             f"accelerate: num_processes = {ranks} is no multiple of pp x tp x cp = {inner}: num_processes = {inner}"
         )
     fields["dp"] = ranks // inner
-    _finish_sharding(values, fields, notes)
-    if fields["dp"] * fields.get("cp", 1) > 1 and kind in ("DEEPSPEED", "MEGATRON_LM"):
-        bits = _gradient_bytes(fields.get("precision", "full"))
-        fields["bucket_mb"] = DEEPSPEED_BUCKET * bits / MIB if kind == "DEEPSPEED" else ALL_AT_ONCE
-    if fields.get("offload") == "params" and fields.get("zero") != 3:
-        if kind == "DEEPSPEED":
-            is_offloaded = values.get("deepspeed_config.offload_optimizer_device", "none") != "none"
-            fields["offload"] = "optimizer" if is_offloaded and fields["zero"] else "none"
-            notes.append(OFFLOADED_WITHOUT_3)
-        else:
-            fields["zero"] = 3
-            notes.append(OFFLOADED_WITH_3)
-    return fields
-
-
-def _finish_sharding(values: Values, fields: Fields, notes: list[str]) -> None:
-    """Add what FSDP's keys say together."""
-    parallel = "parallelism_config.parallelism_config"
-    replicate, shard = (
-        number_of(values.get(f"{parallel}_{name}", 1)) for name in ("dp_replicate_size", "dp_shard_size")
-    )
+    sizes = (f"parallelism_config.parallelism_config_dp_{name}_size" for name in ("replicate", "shard"))
+    replicate, shard = (number_of(values.get(name, 1)) for name in sizes)
     if replicate > 1 and shard > 1:
         fields |= {"dp_shard": shard, "dp_replicate": replicate}
-    strategy = values.get("fsdp_config.fsdp_sharding_strategy", values.get("fsdp_config.sharding_strategy"))
-    if strategy is None:
-        fields |= _resharding(values.get("fsdp_config.fsdp_reshard_after_forward", True), notes)
-        return
-    words, machines = SHARDING.get(str(strategy), str(strategy)), number_of(values.get("num_machines", 1))
-    hybrid = words.lower().startswith("hybrid") and fields["dp"] % machines == 0
-    fields |= legacy_fsdp(words, [] if hybrid else notes)
-    fields |= {"dp_shard": fields["dp"] // machines} if hybrid else {}  # a group per machine
+    if not bool_of(values.get("fsdp_config.fsdp_reshard_after_forward", True)):
+        fields["zero"] = 2
+    if kind == "DEEPSPEED":
+        fields.setdefault("zero", 2)  # DeepSpeedPlugin's own
+        _read_offload(
+            fields, values.get("deepspeed_config.offload_optimizer_device", "none") != "none", notes
+        )
+    _with_zero_3(fields, notes)
+    if fields["dp"] * fields.get("cp", 1) > 1 and kind == "DEEPSPEED":
+        fields |= _bucket(DEEPSPEED_BUCKET, fields.get("precision"))
+    elif fields["dp"] * fields.get("cp", 1) > 1 and kind == "MEGATRON_LM":
+        fields["bucket_mb"] = ALL_AT_ONCE
+    return fields
 
 
 ACCELERATE = FormatCode(
     _finish_accelerate,
     names=_accelerate_names,
-    readers={"@mode": _read_mode, "@refuse_file": refuse_file},
+    readers={"@mode": _read_mode, "@fsdp": read_fsdp, "@refuse_file": refuse_file},
 )
-
 
 # ---- transformers' TrainingArguments; the number of ranks is torchrun's
 
 
 def _finish_trainer(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if not values.get("fsdp") and any(name.startswith("fsdp_config.") for name in values):
-        if "fsdp_version" in values:  # Axolotl's FSDP2
-            fields["zero"] = 3
-        else:
-            notes.append("fsdp_config goes with fsdp: left out")
-    legacy_fsdp(fsdp_words(values.get("fsdp")), notes)
-    if fields.get("zero"):  # keys of fsdp_config may begin with fsdp_, as Accelerate's do
-        said = {
-            name.removeprefix("fsdp_config.").removeprefix("fsdp_"): value for name, value in values.items()
-        }
-        if strategy := said.get("sharding_strategy"):
-            fields |= legacy_fsdp(str(strategy), notes)
-        fields |= _resharding(said.get("reshard_after_forward", True), notes)
-        if any(bool_of(said.get(name, False)) for name in ("cpu_offload", "offload_params")):
+        notes.append("fsdp_config goes with fsdp: left out")
+    if fields.get("zero"):
+        if not bool_of(values.get("fsdp_config.reshard_after_forward", True)):
+            fields["zero"] = 2
+        if bool_of(values.get("fsdp_config.cpu_offload", False)):
             fields["offload"] = "params"
-    if fields.get("offload") == "params" and fields.get("zero") != 3:
-        notes.append(OFFLOADED_WITH_3)
-        fields["zero"] = 3
+    _with_zero_3(fields, notes)
     return fields | ({"dp": values[RANKS]} if RANKS in values else {})
 
 
 TRAINER = FormatCode(_finish_trainer, readers={"@fsdp": read_fsdp, "@refuse_file": refuse_file})
 
-
 # ---- FSDP2 as Python: constants at the head of a module, and `shard` and `step`, which apply them
 
 
 def _fsdp_module(page: Page) -> str:
-    imports, code = (
-        Path(__file__).with_name("fsdp.py.txt").read_text("utf-8").rstrip("\n").split("# the plan\n")
-    )
-    return f"{imports}{assignments(page, {})}\n{code}"
+    text = Path(__file__).with_name("fsdp.py.txt").read_text("utf-8").rstrip("\n")
+    return text.replace("# the plan\n", f"{assignments(page, {})}\n")
 
 
 def _finish_fsdp(values: Values, fields: Fields, notes: list[str]) -> Fields:
@@ -304,3 +207,117 @@ def _check_fsdp(asked: ExportRequest) -> None:
 
 
 FSDP = FormatCode(_finish_fsdp, _check_fsdp, body=_fsdp_module)
+
+# ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
+
+BUCKET = "--ddp-bucket-size"
+SHARDED = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
+PAIRS = "--overlap-moe-expert-parallel-comm"
+LOOPED = INTERLEAVED_1F1B, OVERLAPPED_1F1B
+
+
+def _megatron_names(asked: ExportRequest) -> Mapping[str, Any]:
+    plan = asked.plan
+    return {
+        "looped": plan.schedule in LOOPED,
+        "pairs": plan.schedule == OVERLAPPED_1F1B and not _why_no_pairs(vars(plan)),
+        "at_once": plan.bucket_mb == ALL_AT_ONCE,
+    }
+
+
+def _why_no_pairs(fields: Mapping[str, Any]) -> str:
+    """Say why Megatron would refuse pairs in a plan of these fields (`TransformerConfig`); "" if it would not."""
+    if fields.get("ep", 1) == 1:
+        return "it goes with --expert-model-parallel-size=2 or more"
+    if fields.get("pp", 1) > 1 and fields.get("virtual_stages", 1) == 1:
+        return "in a pipeline it goes with several stages per rank, --num-virtual-stages-per-pipeline-rank=2"
+    if fields.get("recompute") == "full":
+        return "it goes with --recompute-granularity=selective, or none"
+    return "it goes with --bf16 or --fp16" if fields.get("precision", "full") == "full" else ""
+
+
+def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    refuse_files({} if "--zero-stage" in values else values)
+    tp, cp, ep = (fields.get(name, 1) for name in ("tp", "cp", "ep"))
+    inner = fields.get("pp", 1) * tp * cp
+    if ep > 1:
+        fields.setdefault("etp", tp)
+    ranks = count_ranks(values)
+    if ranks is None:
+        ranks = inner * ep // gcd(ep, cp * (tp if fields.get("etp") == 1 else 1))
+        notes.append(
+            f"it does not say how many ranks there are: read as the fewest, {ranks}; Plan.read(..., ranks=8) says it"
+        )
+    if ranks % inner:
+        raise ValueError(
+            f"megatron: {ranks} ranks are no multiple of tensor x pipeline x context = {inner}: "
+            f"--nproc-per-node={inner}"
+        )
+    fields["dp"] = dp = ranks // inner
+    fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
+    if PAIRS in values:
+        if reason := _why_no_pairs(fields):
+            raise ValueError(f"megatron: {PAIRS}: {reason}")
+        fields["schedule"] = OVERLAPPED_1F1B
+    if cp > 1 and fields.get("cp_method") != "ulysses":
+        fields["cp_order"] = "zigzag"
+    if "--deepspeed" in values:
+        fields |= _bucket(DEEPSPEED_BUCKET, fields.get("precision"))
+    elif not values.keys() & SHARDED:
+        if "--data-parallel-sharding-strategy" in values:
+            notes.append("--data-parallel-sharding-strategy goes with --use-megatron-fsdp: left out")
+            fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
+        if BUCKET not in values and dp * cp > 1:  # DistributedDataParallel's own
+            own = _bucket(max(40_000_000, 1_000_000 * dp * cp), None)
+            fields |= own if "--overlap-grad-reduce" in values else {"bucket_mb": ALL_AT_ONCE}
+    if "--global-batch-size" in values and "--micro-batch-size" in values:
+        total, micro = number_of(values["--global-batch-size"]), number_of(values["--micro-batch-size"])
+        if total % (micro * dp):
+            raise ValueError(
+                f"megatron: --global-batch-size={total} is no multiple of --micro-batch-size={micro} x {dp} replicas: "
+                f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
+            )
+        fields["microbatches"] = total // (micro * dp)
+    if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
+        notes.append("recomputation of some layers is read as of all")
+    return fields
+
+
+def _check_megatron(asked: ExportRequest) -> None:
+    plan = asked.plan
+    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
+        raise ValueError(
+            f"{call_of(plan)}: with experts and tensor parallelism, Megatron divides the sequence between layers too: "
+            f"{call_of(plan, {'sequence_parallel': True, 'etp': 1})}"
+        )
+    if plan.schedule in LOOPED and plan.pp > 1 and plan.microbatches % plan.pp:
+        more = plan.pp * (plan.microbatches // plan.pp + 1)
+        raise ValueError(
+            f"{call_of(plan)}: Megatron's interleaved schedule takes micro-batches in groups of pp={plan.pp}: "
+            f"{call_of(plan, {'microbatches': more})}"
+        )
+
+
+def _megatron_script(page: Page) -> str:
+    launch = launch_lines(page)
+    rest = [name for name in page.values if f"  {name}" not in launch]
+    return "\n".join(
+        [
+            launch,
+            options(page, "ARGS", rest),
+            '# The model, its data and its optimizer: arguments of your own after "${ARGS[@]}".',
+            f'torchrun "${{LAUNCH[@]}}" {page.asked.script} "${{ARGS[@]}}"',
+        ]
+    )
+
+
+MEGATRON = FormatCode(
+    _finish_megatron,
+    _check_megatron,
+    _megatron_names,
+    readers={
+        "@bucket": lambda elements: _bucket(number_of(elements), None),
+        "@full": lambda value: {"recompute": "full"},
+    },
+    body=_megatron_script,
+)

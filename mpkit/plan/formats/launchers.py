@@ -9,29 +9,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpkit.plan.formats.frameworks import fsdp_words, legacy_fsdp, read_fsdp
-from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, Values, number_of, refuse_file
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import options
 from mpkit.plan.formats.syntax import Page, Word
+from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, number_of
 
 __all__ = [
-    "SLURM", "TF_CONFIG", "TORCHRUN", "count_launched", "count_slurm", "is_launched", "launch_lines", "refuse_files",
-]  # fmt: skip
+    "SLURM",
+    "TF_CONFIG",
+    "TORCHRUN",
+    "count_ranks",
+    "launch_lines",
+    "read_fsdp",
+    "refuse_file",
+    "refuse_files",
+]
 
 NAMES = (
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--standalone",
 )  # fmt: skip
 FILES = ("--deepspeed", "--deepspeed-config", "--deepspeed-config-file", "--config-file")
+STRATEGIES = {"full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0}
+"""The stages of ZeRO that FSDP's older words, and their numbers, stand for."""
 
 
-def is_launched(values: Values) -> bool:
-    """Return whether an option of a launcher says how many ranks there are."""
-    return any(name in values for name in ("--nproc-per-node", "--num-processes", "--num-gpus"))
+def read_fsdp(value: Any) -> Mapping[str, Any]:
+    """Return what `fsdp` says: that it is on, or older words, which may be a list.
+
+    >>> read_fsdp("full_shard auto_wrap offload")
+    {'zero': 3, 'offload': 'params'}
+
+    Raises:
+        ValueError: a word is none of them.
+    """
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value).strip("\"'").lower()
+    if text in ("true", "false", ""):
+        return {"zero": 3} if text == "true" else {}
+    fields: dict[str, Any] = {}
+    for word in text.split():
+        if word in STRATEGIES:
+            fields["zero"] = STRATEGIES[word]
+        elif word == "offload":
+            fields["offload"] = "params"
+        elif word.startswith("hybrid_shard"):
+            raise ValueError(
+                f"{word} shards within a node, and the file does not say its ranks: Plan(dp=16, zero=3, dp_shard=8)"
+            )
+        elif word != "auto_wrap":
+            raise ValueError(f"{word!r} is none of full_shard, shard_grad_op, no_shard, auto_wrap, offload")
+    return fields
 
 
-def refuse_files(values: Values, notes: list[str]) -> None:
-    """Check that no option names another file with the plan; note what FSDP's older words leave open.
+def refuse_file(value: Any) -> Mapping[str, Any]:
+    """Refuse the name of another file as a key's value.
+
+    Raises:
+        ValueError: always; it says how to read that file.
+    """
+    raise ValueError(
+        "the plan is in that file: Plan.read('ds_config.json'), with a train_batch_size that says how many replicas"
+    )
+
+
+def refuse_files(values: Values) -> None:
+    """Check that no option names another file, or another framework, with the plan.
 
     Raises:
         ValueError: one does.
@@ -45,7 +86,6 @@ def refuse_files(values: Values, notes: list[str]) -> None:
                 refuse_file(value)
             except ValueError as error:
                 raise ValueError(f"torchrun: {name} = {value!r:.80}: {error}") from None
-    legacy_fsdp(fsdp_words(values.get("--fsdp")), notes)
     for name in ("--use-fsdp", "--use-megatron-lm"):
         if str(values.get(name, "false")).lower() != "false":
             raise ValueError(
@@ -54,8 +94,10 @@ def refuse_files(values: Values, notes: list[str]) -> None:
             )
 
 
-def count_launched(values: Values, notes: list[str]) -> int:
-    """Return the number of ranks that a launch line starts.
+def count_ranks(values: Values) -> int | None:
+    """Return the number of ranks that a launch line, or else a batch script, starts; None if neither says it.
+
+    A batch script's ranks are one per GPU, or one per task if it does not say GPUs.
 
     Raises:
         ValueError: it is no number.
@@ -63,27 +105,37 @@ def count_launched(values: Values, notes: list[str]) -> int:
     if RANKS in values:
         return int(values[RANKS])
     if "--nproc-per-node" not in values and "--num-processes" in values:
-        try:
-            return number_of(values["--num-processes"])
-        except ValueError as error:
-            said = f"{values['--num-processes']!s:.60}"
-            raise ValueError(f"torchrun: --num-processes={said}: {error}") from None
-    nodes = values.get("--nnodes", values.get("--num-nodes", "1"))
-    if ":" in str(nodes):
-        notes.append(f"--nnodes={nodes} is a range: read as the most")
-        nodes = str(nodes).rpartition(":")[2]
-    each = values.get("--nproc-per-node", values.get("--num-gpus", "1"))
-    if str(each) in ("auto", "gpu", "cpu", "xpu"):
+        return _number(values, "--num-processes")
+    each: str | None = next((name for name in ("--nproc-per-node", "--num-gpus") if name in values), None)
+    if each is not None and str(values[each]) in ("auto", "gpu", "cpu", "xpu"):
         raise ValueError(
-            f"torchrun: --nproc-per-node={each} is as many as a machine has, which the file does not say: "
-            "--nproc-per-node=8 in the file, or Plan.read(..., ranks=8)"
+            f"torchrun: {each}={values[each]} is as many as a machine has, which the file does not say: "
+            f"{each}=8 in the file, or Plan.read(..., ranks=8)"
         )
+    if "--gpus" in values and each is None:
+        return _number(values, "--gpus")
+    nodes = next((name for name in ("--nnodes", "--num-nodes", "--nodes") if name in values), "")
+    if each is None and "--gpus-per-task" in values:
+        tasks = _number(values, "--ntasks-per-node") * _number(values, nodes)
+        return _number(values, "--gpus-per-task") * (
+            _number(values, "--ntasks") if "--ntasks" in values else tasks
+        )
+    on_node = ("--gpus-per-node", "--gres", "--ntasks-per-node")
+    each = each or next((name for name in on_node if name in values), None)
+    if each is None and "--ntasks" in values:
+        return _number(values, "--ntasks")
+    return _number(values, nodes) * _number(values, each or "") if each or nodes else None
+
+
+def _number(values: Values, name: str) -> int:
+    """Return an option's number, such as 8 of gpu:a100:8; 1 if it is left out."""
+    value = values.get(name, 1)
+    if isinstance(value, str) and not (isinstance(value, Word) and value.reason) and name.startswith("--g"):
+        value = value.partition("(")[0].rpartition(":")[2]
     try:
-        return number_of(nodes) * number_of(each)
+        return number_of(value)
     except ValueError as error:
-        raise ValueError(
-            f"torchrun: --nnodes={nodes!s:.60}, --nproc-per-node={each!s:.60}: {error}, or Plan.read(..., ranks=8)"
-        ) from None
+        raise ValueError(f"torchrun: {name}={value!s:.60}, {error}, or Plan.read(..., ranks=8)") from None
 
 
 def launch_lines(page: Page) -> str:
@@ -91,25 +143,20 @@ def launch_lines(page: Page) -> str:
     return options(page, "LAUNCH", NAMES)
 
 
+def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    refuse_files(values)
+    return fields | {"dp": count_ranks(values) or 1}
+
+
 def _torchrun(page: Page) -> str:
     return f'{launch_lines(page)}\ntorchrun "${{LAUNCH[@]}}" {page.asked.script}'
 
 
-def _finish_torchrun(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    refuse_files(values, notes)
-    return fields | {"dp": count_launched(values, notes)}
-
-
-TORCHRUN = FormatCode(_finish_torchrun, readers={"@fsdp": read_fsdp}, body=_torchrun)
-
-
-# ---- SLURM
+TORCHRUN = FormatCode(_finish, readers={"@fsdp": read_fsdp}, body=_torchrun)
 
 
 def _slurm(page: Page) -> str:
-    lines = []
-    for name, value in page.values.items():
-        lines += [f"# {page.comments[name]}", f"#SBATCH {name}={value}"]
+    lines = [f"# {page.comments[name]}\n#SBATCH {name}={value}" for name, value in page.values.items()]
     return "\n".join(
         [
             *lines,
@@ -123,45 +170,7 @@ def _slurm(page: Page) -> str:
     )
 
 
-def count_slurm(values: Values, notes: list[str]) -> int:
-    """Return the number of ranks of a batch script: one per GPU, or one per task, if it does not say GPUs.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    if RANKS in values:
-        return int(values[RANKS])
-    tasks = values.get("--ntasks-per-node")
-    gres = next((word for word in str(values.get("--gres", "")).split(",") if word.startswith("gpu")), None)
-    each = values.get("--gpus-per-node", gres)
-    if each is None and "--gpus-per-task" in values and tasks is not None:
-        each = f"{number_of(str(values['--gpus-per-task']).rpartition(':')[2]) * number_of(tasks)}"
-    launched = values.get("--nproc-per-node")
-    if launched is not None and str(launched).isdecimal():
-        each = launched  # torchrun's, out of as many GPUs or more
-    total = values.get("--gpus") if each is None else None
-    if total is None and each is None:
-        notes.append("it does not say how many GPUs: read as one per task")
-        each, total = tasks or 1, values.get("--ntasks")
-    nodes = values.get("--nodes", values.get("--nnodes", 1))
-    count = str(each if total is None else total).partition("(")[0].rpartition(":")[2]  # as in gpu:a100:8
-    try:
-        if total is not None:
-            return number_of(count)
-        if "--nodes" not in values and "--ntasks" in values and tasks is not None:
-            nodes = -(-number_of(values["--ntasks"]) // number_of(tasks))
-        return number_of(str(nodes).rpartition("-")[2]) * number_of("1" if count == "gpu" else count)
-    except ValueError as error:
-        open_word = next((w.reason for w in (nodes, each, total) if isinstance(w, Word) and w.reason), error)
-        raise ValueError(f"slurm: --nodes={nodes!s:.60}, {each or total!s:.60} GPUs: {open_word}") from None
-
-
-def _finish_slurm(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    refuse_files(values, notes)
-    return fields | {"dp": count_slurm(values, notes)}
-
-
-SLURM = FormatCode(_finish_slurm, readers={"@fsdp": read_fsdp}, body=_slurm)
+SLURM = FormatCode(_finish, readers={"@fsdp": read_fsdp}, body=_slurm)
 
 
 # ---- TF_CONFIG
@@ -176,14 +185,13 @@ def _workers(asked: ExportRequest) -> Mapping[str, Any]:
 
 
 def _finish_tf_config(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    workers: Any = values.get("cluster.worker", [])
-    chief: Any = values.get("cluster.chief", [])
-    if not isinstance(workers, list) or not isinstance(chief, list) or len(chief) > 1:
+    workers = [values.get(f"cluster.{job}", []) for job in ("worker", "chief")]
+    if not all(isinstance(each, list) for each in workers):
         raise ValueError(
-            f"tf_config: worker and chief are lists of addresses, chief one at most: {workers!r:.60}, {chief!r:.60}. "
-            'Such as {"cluster": {"worker": ["node0:29500", "node1:29500"]}, "task": {"type": "worker", "index": 0}}'
+            f"tf_config: worker and chief are lists of addresses: {workers!r:.120}. Such as "
+            '{"cluster": {"worker": ["node0:29500", "node1:29500"]}, "task": {"type": "worker", "index": 0}}'
         )
-    return fields | {"dp": max(1, len(workers) + len(chief))}
+    return fields | {"dp": max(1, sum(map(len, workers)))}
 
 
 def _check_tf_config(asked: ExportRequest) -> None:

@@ -1,4 +1,4 @@
-"""Asked: a Plan, and what it leaves open and a file has to say: the batch, the machines, their address."""
+"""What a Plan leaves open and a file has to say: the batch, the machines, their address."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportRequest"]
 
-NUMBERS = ("micro_batch", "global_batch", "nodes", "gpus_per_node", "sequence", "port")
+WORDS = ("model", "script", "master")
 PER_NODE = 8  # most machines have no more GPUs
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is written.
+    """A Plan, and what is written beside it.
 
     Attributes:
         plan: the plan.
@@ -58,63 +58,53 @@ class ExportRequest:
         (2, 8, 2, 'node0')
         """
         names = [field.name for field in fields(cls)][1:]
-        for name in given:
+        said = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            call = f"plan.to({format!r}, {name}={value!r})"
             if name not in names:
                 near = get_close_matches(name, names, 1, 0.5)
-                hint = f"; did you mean {near[0]}={given[name]!r}?" if near else ""
+                hint = f"; did you mean {near[0]}={value!r}?" if near else ""
                 raise ArgumentError(
-                    f"plan.to({format!r}, {name}={given[name]!r}): there is no such argument{hint} There are "
-                    f"{', '.join(names)}, such as plan.to({format!r}, micro_batch=4)"
+                    f"{call}: there is no such argument{hint} There are {', '.join(names)}, such as "
+                    f"plan.to({format!r}, micro_batch=4)"
                 )
-        for name in NUMBERS:
-            if given.get(name) is not None and (whole(given[name]) or 0) < 1:
-                raise ValueError(
-                    f"plan.to({format!r}, {name}={given[name]!r}): a whole number, 1 or more: {name}=4"
-                )
-        for name in ("model", "script", "master"):
-            if given.get(name) is not None and (not isinstance(given[name], str) or not _plain(given[name])):
-                raise ValueError(
-                    f"plan.to({format!r}, {name}={given[name]!r}): a name without spaces or quotes: {name}="
-                    f"{'node0' if name == 'master' else 'train.py'!r}"
-                )
-        said = {name: value for name, value in given.items() if value is not None}
+            if value is None:
+                continue
+            if name not in WORDS and (whole(value) or 0) < 1:
+                raise ValueError(f"{call}: a whole number, 1 or more: {name}=4")
+            if name in WORDS and not (isinstance(value, str) and _is_plain(value)):
+                raise ValueError(f"{call}: a name without spaces or quotes: {name}='node0'")
         said |= _batches(plan, format, said) | _machines(plan, format, said)
         said.setdefault("master", "node0" if said["nodes"] > 1 else "localhost")
         return cls(plan, **said)
 
 
-def _plain(name: str) -> bool:
+def _is_plain(name: str) -> bool:
     return bool(name) and name.isprintable() and not set(name) & set(" \"'`$\\#;&|<>()")
 
 
 def _batches(plan: Plan, format: str, said: Mapping[str, Any]) -> dict[str, int]:
-    parts = plan.dp * plan.microbatches
-    micro, total = said.get("micro_batch"), said.get("global_batch")
-    if total is None:
-        return {"micro_batch": micro or 1, "global_batch": (micro or 1) * parts}
+    parts, micro = plan.dp * plan.microbatches, said.get("micro_batch")
+    total = said.get("global_batch", (micro or 1) * parts)
     if total % parts or (micro is not None and micro * parts != total):
         fit = micro or max(1, round(total / parts))
         raise ValueError(
-            f"plan.to({format!r}, {f'micro_batch={micro}, ' if micro else ''}global_batch={total}): {plan!r} divides a "
-            f"batch into dp x microbatches = {plan.dp} x {plan.microbatches} parts, so the global batch is {parts} "
-            f"times the micro-batch: global_batch={fit * parts}, which is micro_batch={fit}"
+            f"plan.to({format!r}, global_batch={total}): {plan!r} divides a batch into dp x microbatches = {plan.dp} x "
+            f"{plan.microbatches} parts, so the global batch is {parts} times the micro-batch: "
+            f"global_batch={fit * parts}, which is micro_batch={fit}"
         )
     return {"micro_batch": total // parts, "global_batch": total}
 
 
 def _machines(plan: Plan, format: str, said: Mapping[str, Any]) -> dict[str, int]:
-    ranks, nodes, each = plan.ranks, said.get("nodes"), said.get("gpus_per_node")
-    if nodes is None and each is None:
-        each = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
-    if nodes is None and each is not None and ranks % each == 0:
-        nodes = ranks // each
-    if each is None and nodes is not None and ranks % nodes == 0:
-        each = ranks // nodes
-    if nodes is None or each is None or nodes * each != ranks:
-        n = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
+    ranks = plan.ranks
+    fit = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
+    each = said.get("gpus_per_node") or (ranks // said["nodes"] if "nodes" in said else fit)
+    nodes = said.get("nodes") or ranks // each
+    if nodes * each != ranks:
         asked = ", ".join(f"{name}={said[name]}" for name in ("nodes", "gpus_per_node") if name in said)
         raise ValueError(
-            f"plan.to({format!r}, {asked}): {plan!r} has {ranks} ranks, one per GPU, and so many there are not: "
-            f"nodes={ranks // n}, gpus_per_node={n}"
+            f"plan.to({format!r}, {asked}): {plan!r} has {ranks} ranks, one per GPU: nodes={ranks // fit}, "
+            f"gpus_per_node={fit}"
         )
     return {"nodes": nodes, "gpus_per_node": each}

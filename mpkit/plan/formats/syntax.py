@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -15,9 +15,7 @@ from typing import Any
 from mpkit.common.size_limits import read_json
 from mpkit.plan.formats.request import ExportRequest
 
-__all__ = ["JSON", "YAML", "Page", "Syntax", "Word", "agree", "flat", "is_json", "nest_keys", "shorten"]
-
-# ---- values of a text, and as errors show them, however long they are
+__all__ = ["JSON", "YAML", "Page", "Syntax", "Word", "agree", "flat", "is_json", "shorten"]
 
 
 class Word(str):
@@ -60,16 +58,11 @@ def shorten(value: Any) -> str:
     """
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"a number of {value.bit_length()} bits"
-    if isinstance(value, str | int | float | None):
-        return repr(value) if len(str(value)) <= 80 else f"{str(value)[:80]!r}..."
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 # ---- texts
-
-MOST_KEYS, MOST_EVENTS, DEEPEST = 100_000, 20_000, 50
-"""Keys of a mapping, events of YAML (which PyYAML takes a second for), and levels of mappings."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,32 @@ class Syntax:
     annotate: Callable[[Page], str]
 
 
-def nest_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping of mappings that keys with dots stand for.
+DEEPEST, MOST = 50, 20_000
+"""Levels of mappings, and events of YAML, which PyYAML takes a second for."""
 
-    >>> nest_keys({"a": 1, "b.c": 2, "b.d.e": 3})
-    {'a': 1, 'b': {'c': 2, 'd': {'e': 3}}}
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return a mapping of mappings as one mapping, its keys joined by dots.
+
+    >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}})
+    {'a': 1, 'b.c': 2, 'b.d.e': 3}
+
+    Raises:
+        ValueError: it is no mapping, or mappings are nested too deeply.
     """
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"a mapping of keys is expected, and this is of type {type(tree).__name__}")
+    if prefix.count(".") > DEEPEST:
+        raise ValueError(f"its mappings are nested more than {DEEPEST} deep")
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        values |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return values
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping of mappings that keys with dots stand for; the opposite of `flat`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split(".")
@@ -115,41 +128,18 @@ def nest_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flat(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a mapping of mappings as one mapping, its keys joined by dots.
-
-    >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}})
-    {'a': 1, 'b.c': 2, 'b.d.e': 3}
-
-    Raises:
-        ValueError: it has more keys than a configuration, or mappings are nested more deeply.
-    """
-    values: dict[str, Any] = {}
-    for name, value in _leaves(tree, "", 0):
-        values[name] = value
-        if len(values) > MOST_KEYS:
-            raise ValueError(f"it has more than {MOST_KEYS:,} keys")
-    return values
-
-
-def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if depth > DEEPEST:
-        raise ValueError(f"its mappings are nested more than {DEEPEST} deep")
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.", depth + 1)
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _read_mapping(tree: Any, what: str) -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"a mapping of keys is expected, and the {what} is of type {type(tree).__name__}")
-    return flat(tree)
+def _add_comments(lines: Iterable[str], page: Page, mark: str, outermost: int, width: int) -> Iterator[str]:
+    """Yield the head of a file and its lines, each with the comment of its key, whose level its indent says."""
+    yield from (f"{mark} {line}".rstrip() for line in page.header)
+    path: list[str] = []
+    for line in lines:
+        if key := re.match(r'( *)"?([\w.-]+)"?:', line):
+            path[len(key[1]) // 2 - outermost :] = [key[2]]
+        comment = page.comments.get(".".join(path)) if key else None
+        yield f"{line:{width}} {mark} {comment}" if comment else line
 
 
 # ---- JSON, also with the comments and commas at the end of a list that DeepSpeed (Hjson) takes
-
 
 _COMMENT = re.compile(r'("(?:[^"\\]++|\\.)*+"?)|//[^\n]*|#[^\n]*|/\*(?:[^*]++|\*(?!/))*+(?:\*/)?', re.DOTALL)
 _LAST_COMMA = re.compile(r'("(?:[^"\\]++|\\.)*+"?)|,(?=\s*+[}\]])', re.DOTALL)
@@ -167,86 +157,53 @@ def is_json(text: str) -> bool:
 
 def _load_json(text: str) -> dict[str, Any]:
     plain = _LAST_COMMA.sub(lambda found: found[1] or "", _plain_json(text))
-    return _read_mapping(read_json(plain, MOST_KEYS, unique=True), "JSON")
+    return flat(read_json(plain, MOST, unique=True))
 
 
 def _dump_json(page: Page) -> str:
-    return json.dumps(nest_keys(page.values), indent=2) + "\n"
+    return json.dumps(_nested(page.values), indent=2) + "\n"
 
 
-def _annotated_json(page: Page) -> str:
-    """Return the text with a comment beside each line that has a key."""
-    names = _names(nest_keys(page.values))
-    lines = [f"// {line}" for line in page.header]
-    for line in _dump_json(page).splitlines():
-        comment = page.comments.get(next(names), "") if line.lstrip().startswith('"') else ""
-        lines.append(f"{line:44} // {comment}" if comment else line)
-    return "\n".join(lines)
-
-
-def _names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the names of all keys in the order of the text's lines that begin with one."""
-    for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from _names(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            yield from ("" for _ in value)
+def _annotate_json(page: Page) -> str:
+    return "\n".join(_add_comments(_dump_json(page).splitlines(), page, "//", 1, 44))
 
 
 # ---- YAML
 
 
 def _load_yaml(text: str) -> dict[str, Any]:
+    """Read YAML, after each of its events was seen: an alias can stand for more than any memory holds."""
     try:
         yaml = import_module("yaml")
     except ImportError as error:
         raise ImportError(f"YAML is read by PyYAML ({error}):\n    pip install pyyaml") from None
+    depth = 0
     try:
-        _check_yaml(yaml, text)
-        return _read_mapping(yaml.safe_load(text), "YAML")
+        for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+            where = f"line {event.start_mark.line + 1}"
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
+                what = "a tag" if getattr(event, "tag", None) else "an alias"
+                raise ValueError(f"{where}: {what} is not read: write the value itself")
+            if depth > DEEPEST or count > MOST:
+                raise ValueError(f"{where}: a configuration has at most {DEEPEST} levels and {MOST:,} values")
+        return flat(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ValueError(f"this is no YAML: {error}") from None
 
 
-def _check_yaml(yaml: Any, text: str) -> None:
-    """Check what a text of YAML would become, event by event, before any of it does.
-
-    Raises:
-        ValueError: it has aliases, which can stand for more than any memory holds; or tags; or it is too long or deep.
-    """
-    depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        where = f"line {event.start_mark.line + 1}"
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(
-                f"{where}: *{event.anchor} is an alias, which is not read: write out what it stands for"
-            )
-        if getattr(event, "tag", None):
-            raise ValueError(f"{where}: {event.tag} is a tag, which is not read: write the value alone")
-        if depth > DEEPEST or count > MOST_EVENTS:
-            raise ValueError(
-                f"{where}: a configuration has no more than {DEEPEST} levels and {MOST_EVENTS:,} values"
-            )
-
-
 def _dump_yaml(page: Page) -> str:
-    lines = [f"# {line}".rstrip() for line in page.header]
-    return "\n".join([*lines, *_yaml_lines(nest_keys(page.values), page.comments)]) + "\n"
+    return "\n".join([*_add_comments(_yaml_lines(_nested(page.values)), page, "#", 0, 48), ""])
 
 
-def _yaml_lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    indent = "  " * prefix.count(".")
+def _yaml_lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}:"
-            yield from _yaml_lines(value, comments, f"{prefix}{name}.")
-            continue
-        line = f"{indent}{name}: {json.dumps(value)}"
-        comment = comments.get(f"{prefix}{name}")
-        yield f"{line:48} # {comment}" if comment else line
+            yield from _yaml_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {json.dumps(value)}"
 
 
-JSON = Syntax("JSON", _dump_json, _load_json, _annotated_json)
+JSON = Syntax("JSON", _dump_json, _load_json, _annotate_json)
 YAML = Syntax("YAML", _dump_yaml, _load_yaml, _dump_yaml)

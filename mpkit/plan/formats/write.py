@@ -8,10 +8,10 @@ from typing import Any
 
 from mpkit.common.tracebacks import level_of_user
 from mpkit.plan.config import Config
-from mpkit.plan.formats.keys import Format
+from mpkit.plan.formats.catalogue import format_of
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.table import format_of
+from mpkit.plan.formats.table import Format
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import has_pairs
 
@@ -28,19 +28,23 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
     asked = ExportRequest.from_plan(plan, name, context)
     chosen.code.check(asked)
     values = chosen.values_of(asked)
-    cannot = _cannot_say(plan, chosen, values)
-    effects = {field: reason for field, reason in cannot.items() if field not in _no_effect(plan)}
+    cannot, silent = _cannot_say(plan, chosen, values), _no_effect(plan)
+    effects = [
+        f"{field}={getattr(plan, field)!r}: {reason}"
+        for field, reason in cannot.items()
+        if field not in silent
+    ]
+    header = [f"{chosen.title}, written by mpkit from {plan!r}".replace("\n", " ")]
     if effects:
-        said = "; ".join(f"{field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items())
+        header += ["Not said here:", *(f"  {each}" for each in effects)]
+        said = "; ".join(effects)
         warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
-    differs = chosen.code.differ(asked)
-    if differs:
-        warnings.warn(f"{chosen.title}, written from {plan!r}: {differs}", stacklevel=level_of_user())
     comments = {key.name: key.comment for key in chosen.keys if key.name in values}
-    page = Page(asked, values, comments, _header(asked, chosen, effects, differs))
-    return Config.with_comments(
-        chosen.syntax.dump(page), name, comments, cannot, chosen.syntax.annotate(page)
-    )
+    page = Page(asked, values, comments, header)
+    config = Config(chosen.syntax.dump(page))
+    config.kind, config.annotated = name, chosen.syntax.annotate(page)
+    config.comments, config.cannot_say = comments, cannot
+    return config
 
 
 def unsaid(plan: Plan, name: str) -> str:
@@ -86,14 +90,3 @@ def _no_effect(plan: Plan) -> dict[str, str]:
     if plan.zero != 3:
         found["prefetch"] = "no effect: only ZeRO-3 gathers parameters"
     return found
-
-
-def _header(asked: ExportRequest, chosen: Format, effects: dict[str, str], differs: str) -> list[str]:
-    plan = asked.plan
-    lines = [f"{chosen.title}, written by mpkit from {plan!r}".replace("\n", " ")]
-    if differs:
-        lines.append(differs)
-    if effects:
-        lines.append("Not said here:")
-        lines += [f"  {field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items()]
-    return lines

@@ -5,8 +5,7 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
 `draw` shows it, and one runtime (`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
 
     action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0; what is held between actions
-    core, read   Schedule: a row of actions for each rank, and what an action needs; made of text, lists, torch's files
-                 or a function
+    core, read   Schedule: a row of actions for each rank, and what an action needs; made of text, lists or a function
     play         when each action can run, on paper; draws a schedule in text
     schedules    those of the literature, pure functions of (p, m) or (p, m, v), and which rank holds which stage
     catalogue    the schedules by name
@@ -21,18 +20,6 @@ from mpkit.plan.schedule.catalogue import NAMES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.lowering import lower
 from mpkit.plan.schedule.play import draw, play
-from mpkit.plan.schedule.schedules import (
-    dualpipev,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-    zbv,
-)
 from mpkit.plan.schedule.validate import validate
 
 __all__ = [
@@ -41,17 +28,7 @@ __all__ = [
     "Schedule",
     "build_schedule",
     "draw",
-    "dualpipev",
-    "gpipe",
-    "interleaved_1f1b",
-    "interleaved_zb",
-    "looped_bfs",
     "lower",
-    "naive",
-    "one_f_one_b",
     "play",
     "validate",
-    "zb_h1",
-    "zb_h2",
-    "zbv",
 ]

@@ -11,20 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from mpkit.plan.schedule import schedules
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.schedules import (
-    dualpipev,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    overlapped_1f1b,
-    zb_h1,
-    zb_h2,
-    zbv,
-)
 
 __all__ = [
     "GPIPE",
@@ -32,7 +20,6 @@ __all__ = [
     "NAIVE",
     "NAMES",
     "ONE_F_ONE_B",
-    "OTHER_NAMES",
     "OVERLAPPED_1F1B",
     "SCHEDULES",
     "ZB_H1",
@@ -46,15 +33,6 @@ NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1 = "naive", "gpipe", "1f1b", "
 """The names of schedules that others are compared with or that Plans have by default."""
 OVERLAPPED_1F1B = "overlapped_1f1b"
 """The name of the schedule of pairs that a model in one stage has too."""
-
-OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("zero_bubble", "zerobubble", "zb", "zb1p", "zb_1p", "zero_bubble_h1"), ZB_H1),
-    **dict.fromkeys(("interleaved", "interleaved1f1b", "virtual_pipeline", "vpp"), INTERLEAVED_1F1B),
-    **dict.fromkeys(("pipedream", "pipedream_flush", "dapple", "one_f_one_b"), ONE_F_ONE_B),
-    **dict.fromkeys(("dualpipe", "dual_pipe", "dual_pipe_v"), "dualpipev"),
-    **dict.fromkeys(("zero_bubble_v", "zbv_zero_bubble", "zb_v"), "zbv"),
-}
-"""For what papers and other frameworks call a schedule, its name here."""
 
 ANY = 0
 """In an entry: a rank can have any number of stages."""
@@ -101,14 +79,14 @@ class ScheduleEntry:
 
 SCHEDULES: dict[str, ScheduleEntry] = {
     NAIVE: ScheduleEntry(
-        lambda p, m, v: naive(p, m),
+        lambda p, m, v: schedules.naive(p, m),
         "naive",
         "One micro-batch at a time: while one stage works, all others wait.",
         idle=lambda p, m: 3 * (p - 1) * m,
         filled=lambda p, m: True,
     ),
     GPIPE: ScheduleEntry(
-        lambda p, m, v: gpipe(p, m),
+        lambda p, m, v: schedules.gpipe(p, m),
         "GPipe",
         "All forwards, then all backwards. A rank holds the activations of all micro-batches.",
         holds_all=True,
@@ -117,7 +95,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"torchtitan": "GPipe"},
     ),
     ONE_F_ONE_B: ScheduleEntry(
-        lambda p, m, v: one_f_one_b(p, m),
+        lambda p, m, v: schedules.one_f_one_b(p, m),
         "1F1B",
         "After a warm-up each rank alternates between one forward and one backward. The bubble is GPipe's, but a rank "
         "holds the activations of at most p micro-batches.",
@@ -127,7 +105,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"torchtitan": "1F1B", "megatron": "1F1B"},
     ),
     "looped_bfs": ScheduleEntry(
-        looped_bfs,
+        schedules.looped_bfs,
         "looped BFS",
         "GPipe with two stages per rank: all micro-batches pass a stage before the rank turns to its next one.",
         per_rank=ANY,
@@ -136,7 +114,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"torchtitan": "LoopedBFS"},
     ),
     INTERLEAVED_1F1B: ScheduleEntry(
-        interleaved_1f1b,
+        schedules.interleaved_1f1b,
         "interleaved 1F1B",
         "1F1B with two stages per rank: warm-up and cool-down take half as long, for more than twice as many messages.",
         per_rank=ANY,
@@ -145,7 +123,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"torchtitan": "Interleaved1F1B", "megatron": "interleaved 1F1B"},
     ),
     OVERLAPPED_1F1B: ScheduleEntry(
-        overlapped_1f1b,
+        schedules.overlapped_1f1b,
         "1F1B with overlapped pairs",
         "Interleaved 1F1B whose forwards and backwards run in pairs: each computes while the other's tokens travel to "
         "their experts. Each rank holds one activation more.",
@@ -156,7 +134,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"megatron": "interleaved 1F1B with --overlap-moe-expert-parallel-comm"},
     ),
     ZB_H1: ScheduleEntry(
-        lambda p, m, v: zb_h1(p, m),
+        lambda p, m, v: schedules.zb_h1(p, m),
         "ZB-H1",
         "Backwards are split: the stage before waits for the input gradients only, and the weight gradients fill what "
         "would be bubble. No rank holds more activations than 1F1B's first one.",
@@ -164,7 +142,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         advised=(1,),
     ),
     "zb_h2": ScheduleEntry(
-        lambda p, m, v: zb_h2(p, m),
+        lambda p, m, v: schedules.zb_h2(p, m),
         "ZB-H2",
         "Split backwards and a longer warm-up: with equal times and free messages no rank waits between its first "
         "action and its last, at almost twice 1F1B's activations. The idle ends of the rows would close up if each "
@@ -172,7 +150,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         idle=lambda p, m: p - 1,  # at the beginning and the end, and 0 in between
     ),
     "zbv": ScheduleEntry(
-        lambda p, m, v: zbv(p, m),
+        lambda p, m, v: schedules.zbv(p, m),
         "ZB-V",
         "Split backwards, and stages in a V: the first rank holds the first stage and the last one, so that it begins "
         "with backwards early.",
@@ -183,7 +161,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"torchtitan": "ZBVZeroBubble"},
     ),
     "interleaved_zb": ScheduleEntry(
-        interleaved_zb,
+        schedules.interleaved_zb,
         "interleaved zero bubble",
         "Interleaved 1F1B with split backwards, whose weight gradients fill what would be bubble.",
         per_rank=ANY,
@@ -191,7 +169,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         elsewhere={"torchtitan": "InterleavedZeroBubble"},
     ),
     "dualpipev": ScheduleEntry(
-        lambda p, m, v: dualpipev(p, m),
+        lambda p, m, v: schedules.dualpipev(p, m),
         "DualPipe-V",
         "Stages in a V. In the middle of the step, the forward of one micro-batch and the backward of another run as a "
         "pair, and their results leave together when both are done.",

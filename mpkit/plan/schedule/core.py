@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mpkit.common.disk import write_whole
 from mpkit.common.tracebacks import public
 from mpkit.plan.schedule.action import Action, live
 from mpkit.plan.schedule.play import Order, needs_of, order_of
-from mpkit.plan.schedule.read import Read, call_source, holders, lines_of, read, text_of
+from mpkit.plan.schedule.read import Row, as_list, call_source, holders, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Schedule:
 
     - text with one line per rank, or a list of lines: `2F0` is stage 2's forward of micro-batch 0, `0F3&3B1` run
       together; the stage may be left out where a rank holds only one
-    - one list of actions per rank, or one list of all actions in execution order, which is split by rank
+    - one list of actions per rank
     - a function of (p, m) that returns or yields any of these
 
     >>> Schedule(["F0 F1 B1 B0", "F0 F1 B1 B0"], name="gpipe").stage_to_rank
@@ -55,7 +55,7 @@ class Schedule:
         ValueError: something is not an action. (`validate` says whether the schedule would finish.)
     """
 
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[Row, ...]
     name: str = "own"
     stage_to_rank: tuple[int, ...] = ()
     together: frozenset[Action] = field(default=frozenset())
@@ -70,22 +70,23 @@ class Schedule:
         p: int | None = None,
         m: int | None = None,
     ) -> None:
-        given: Any = stage_to_rank
-        if not isinstance(given, Iterable) or not all(isinstance(rank, Integral) for rank in given):
-            raise ValueError(
-                f"Schedule(stage_to_rank={stage_to_rank!r}): each stage's rank, such as (0, 1, 1, 0)"
-            )
-        source, called_as = call_source(rows, p, m)
-        if isinstance(source, Schedule):
-            parsed = Read(
-                source.rows, tuple(stage_to_rank or source.stage_to_rank), source.together, source.name
-            )
+        given, called_as = call_source(rows, p, m)
+        if isinstance(given, Schedule):
+            parsed, pairs, called_as = given.rows, {*given.together}, given.name
+            stage_to_rank = stage_to_rank or given.stage_to_rank
         else:
-            parsed = read(source, tuple(stage_to_rank), called_as)
-        object.__setattr__(self, "rows", parsed.rows)
-        object.__setattr__(self, "name", name or parsed.name)
-        object.__setattr__(self, "stage_to_rank", parsed.stage_to_rank)
-        object.__setattr__(self, "together", parsed.together.union(together))
+            parsed, pairs = read_rows(given, as_list(stage_to_rank) or [])
+        found = holders(parsed)
+        held = as_list(stage_to_rank or found)
+        if held is None or len(held) < len(found) or not all(rank in range(len(parsed)) for rank in held):
+            raise ValueError(
+                f"stage_to_rank={stage_to_rank}: a rank for each stage, and the rows have {len(found)} stages on "
+                f"{len(parsed)} ranks. Left out, it follows from the rows: {found}"
+            )
+        object.__setattr__(self, "rows", parsed)
+        object.__setattr__(self, "name", name or called_as)
+        object.__setattr__(self, "stage_to_rank", tuple(held))
+        object.__setattr__(self, "together", frozenset({*pairs, *together}))
 
     @property
     def ranks(self) -> int:
@@ -164,34 +165,26 @@ class Schedule:
         >>> Schedule(["F0&B1", "F0"]).spelled()
         ['0F0&0B1', '1F0']
         """
-        if not self.together:
-            return [" ".join(map(str, row)) for row in self.rows]
-        ends = [["&" if action in self.together else " " for action in row] for row in self.rows]
         return [
-            "".join(f"{action}{end}" for action, end in zip(row, each, strict=True)).rstrip()
-            for row, each in zip(self.rows, ends, strict=True)
+            "".join(f"{action}{'&' if action in self.together else ' '}" for action in row).rstrip()
+            for row in self.rows
         ]
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return the schedule as torch's CSV of computation alone; write it to `path` as well if that is given.
 
         torch.distributed.pipelining loads it (`_load_csv`), and torchtitan (`pipeline_parallel_schedule_csv`).
+
+        >>> print(Schedule(["F0 F1&B0 B1"]).to_csv(), end="")
+        0F0,(0F1;0B0)OVERLAP_F_B,0B1
         """
-        text = text_of(self.rows, self.together)
+        rows = [
+            re.sub(r"(\w+)&(\w+)", r"(\1;\2)OVERLAP_F_B", row).replace(" ", ",") for row in self.spelled()
+        ]
+        text = "".join(f"{row}\n" for row in rows)
         if path is not None:
             write_whole(Path(path), text.encode())
         return text
-
-    @classmethod
-    def from_csv(cls, source: str | Path, name: str = "") -> Schedule:
-        """Read a schedule from torch's CSV, a file or its text; communication in it is left out.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: something is not an action.
-        """
-        rows, called_as = lines_of(source)
-        return cls(rows, name or called_as)
 
     def __contains__(self, action: object) -> bool:
         return action in self._actions

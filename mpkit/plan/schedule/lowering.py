@@ -34,22 +34,16 @@ def lower(schedule: Schedule) -> Schedule:
     """
     placed = play(schedule, hop=HOP).placed
     busy: list[list[tuple[float, float]]] = [[] for _ in schedule.rows]
-    for start, end, rank, _ in placed:
-        busy[rank].append((start, end))
-
+    for each in placed:
+        busy[each.rank].append((each.start, each.end))
     rows: list[list[tuple[tuple[float, int, float], Action]]] = [[] for _ in schedule.rows]
-    for start, end, rank, action in placed:
+    for start, _, rank, action, made in placed:
         rows[rank].append(((start, 1, start), action))
-        message = _message(schedule, action)
-        if message is None:
-            continue
-        made = end
-        if action in schedule.together:
-            made = busy[rank][bisect_left(busy[rank], (start, end)) + 1][1]
-        send, receive = message
-        receiver = schedule.stage_to_rank[receive.stage]
-        rows[rank].append(((made, 0, made), send))
-        rows[receiver].append(((_began_at(busy[receiver], made), 0, made), receive))
+        if message := _message(schedule, action):
+            send, receive = message
+            receiver = schedule.stage_to_rank[receive.stage]
+            rows[rank].append(((made, 0, made), send))
+            rows[receiver].append(((_began_at(busy[receiver], made), 0, made), receive))
     in_order = [[action for _, action in sorted(row, key=lambda entry: entry[0])] for row in rows]
     return Schedule(in_order, schedule.name, schedule.stage_to_rank, schedule.together)
 

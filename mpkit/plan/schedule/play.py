@@ -23,7 +23,6 @@ __all__ = [
     "Order",
     "PlacedAction",
     "PlayResult",
-    "TimedAction",
     "draw",
     "draw_rows",
     "end_times",
@@ -32,7 +31,6 @@ __all__ = [
     "needs_of",
     "order_of",
     "play",
-    "time_actions",
 ]
 
 SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -42,87 +40,57 @@ BESIDE = "F&"
 
 
 class PlacedAction(NamedTuple):
-    """An action with its time."""
+    """An action with its times.
+
+    Attributes:
+        start, end: when everything that it needs was there, so that it began, and when it was done.
+        rank, action: the action, and the rank that runs it.
+        left: when its result left the rank: its end, or the end of the action that it runs together with.
+    """
 
     start: float
     end: float
     rank: int
     action: Action
+    left: float
 
 
 class PlayResult(NamedTuple):
-    """The result of `play`: the actions that could run, and by rank where it was stuck and on what."""
+    """The actions that could run, by start, and by rank that is stuck the action it is at and the one it waits for."""
 
     placed: list[PlacedAction]
     stuck: dict[int, tuple[Action, Action]]
 
 
-class TimedAction(NamedTuple):
-    """An action with all its times.
-
-    Attributes:
-        rank, action: the action, and the rank that runs it.
-        free: when the rank got to it.
-        start: when everything that it needs was there, so that it began.
-        end: when it was done.
-        left: when its result left the rank: its end, or the end of the action that it runs together with.
-    """
-
-    rank: int
-    action: Action
-    free: float
-    start: float
-    end: float
-    left: float
-
-
 def play(
-    schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOTS, hop: float = 0
+    schedule: Schedule,
+    slots: Mapping[str, float | Sequence[float]] = SLOTS,
+    hop: float = 0,
+    again: Sequence[float] = (),
 ) -> PlayResult:
     """Run a schedule on paper: each rank runs its row in order, each action as soon as what it needs is there.
-
-    If a schedule cannot finish, `stuck` gives, for each rank that did not, the action that it is at and the one that
-    it waits for.
 
     Args:
         schedule: the schedule; messages in it are ignored.
         slots: how long an action takes, by kind: a number, or one per stage.
         hop: how long a result takes to get from one rank to another.
+        again: by stage, how long recomputing its forward takes before a backward; it does not wait for the gradient.
 
     >>> from mpkit.plan.schedule import Schedule
-    >>> play(Schedule(["0F0 0B0", "1F0 1B0"])).placed
-    [PlacedAction(start=0, end=1, rank=0, action=0F0), PlacedAction(start=1, end=2, rank=1, action=1F0),
-     PlacedAction(start=2, end=4, rank=1, action=1B0), PlacedAction(start=4, end=6, rank=0, action=0B0)]
-    """
-    rows, stuck = time_actions(schedule, slots, hop)
-    placed = [PlacedAction(t.start, t.end, t.rank, t.action) for row in rows for t in row]
-    placed.sort()
-    return PlayResult(placed, stuck)
-
-
-def time_actions(
-    schedule: Schedule,
-    slots: Mapping[str, float | Sequence[float]] = SLOTS,
-    hop: float = 0,
-    again: Sequence[float] = (),
-) -> tuple[list[list[TimedAction]], dict[int, tuple[Action, Action]]]:
-    """Play a schedule as `play` does; return all times of each action, by rank in program order, and the stuck ranks.
-
-    Args:
-        schedule, slots, hop: as for `play`.
-        again: by stage, how long recomputing its forward takes before a backward; it does not wait for the gradient.
+    >>> [(each.start, each.end, each.rank, each.action) for each in play(Schedule(["0F0 0B0", "1F0 1B0"])).placed]
+    [(0, 1, 0, 0F0), (1, 2, 1, 1F0), (2, 4, 1, 1B0), (4, 6, 0, 0B0)]
     """
     order, stages = schedule.order, schedule.stages
     lengths = lengths_of(slots, stages)
     lead = lengths_of({"B": again, "I": again}, stages) if again else [0] * len(lengths)
     ends = end_times(order, lengths, hop, lead)
-    times: list[list[TimedAction]] = [[] for _ in schedule.rows]
+    placed = []
     columns = order.rank, order.action, order.slot, order.before, order.need
     for number, (rank, action, slot, before, need) in enumerate(zip(*columns, strict=True), FIRST):
         start = max(ends[before] + lead[slot], ends[need] + hop)
         left = ends[order.leaves.get(number, number)]
-        times[rank].append(TimedAction(rank, action, ends[before], start, ends[number], left))
-    return times, order.stuck
+        placed.append(PlacedAction(start, ends[number], rank, action, left))
+    return PlayResult(sorted(placed), order.stuck)
 
 
 # ---- the order once, and the times for each plan that has it
@@ -273,10 +241,10 @@ def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
     """
     placed = play(schedule, slots).placed
     plain = schedule.stage_to_rank == tuple(range(schedule.ranks))
-    width = max((len(_label(action, plain)) for s, e, _, action in placed if e > s), default=1)
-    columns = round(max((end for _, end, *_ in placed), default=0))
+    width = max((len(_label(each.action, plain)) for each in placed if each.end > each.start), default=1)
+    columns = round(max((each.end for each in placed), default=0))
     cells = [[".".rjust(width)] * columns for _ in range(schedule.ranks)]
-    for start, end, rank, action in placed:
+    for start, end, rank, action, _ in placed:
         for column in range(round(start), round(end)):
             cells[rank][column] = "-" * width
         if end > start:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpkit.plan.schedule.action import COMPUTE, Action, live
-from mpkit.plan.schedule.play import draw_rows, time_actions
+from mpkit.plan.schedule.play import draw_rows
 
 if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule
@@ -149,7 +149,7 @@ def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
 
 
 def _check_finishes(schedule: Schedule) -> None:
-    _, stuck = time_actions(schedule)
+    stuck = schedule.order.stuck
     if not stuck:
         return
     # Follow each stuck rank to the rank that it waits for: the path must come back to itself.

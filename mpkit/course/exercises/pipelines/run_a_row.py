@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpkit.course.author import *
 from mpkit.course.framework.serial import fill
-from mpkit.plan.schedule import one_f_one_b
+from mpkit.plan.schedule.schedules import one_f_one_b
 
 
 # %% answer
