@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.models.nested_values import Shape, bring_back, flatten, rebuild
+from mpkit.strategies.models.nested_values import Shape, flatten, rebuild
 from mpkit.strategies.models.own_draws import spans_at
 from mpkit.strategies.models.randomness import Draws
 from mpkit.strategies.partition.graph import CallNode, Constant, Division, Leaf, PassedArgument
@@ -66,7 +66,7 @@ class Forward(ForwardWalk):
         node = self._graph.nodes[k] if k < len(self._graph.nodes) else None
         if node is None or node.name != name:
             return self._answer(name, func, args, kwargs, node)
-        leaves, shape = self.flatten((args, kwargs))
+        leaves, shape = flatten((args, kwargs))
         given = tuple(leaf.number for leaf in leaves if type(leaf) is Value and leaf.number >= 0)
         if given != node.arguments:
             raise _another_way(f"{name} was given the values {given}, and {node.arguments} in the dry run")
@@ -75,7 +75,6 @@ class Forward(ForwardWalk):
             self._draws.begin(f"{k} {name}", self._spans[k])
         own = self._stage_of[k] == self._stage
         result = self._do(node, func, leaves, shape) if own else self._pass_over(node, leaves)
-        bring_back((args, kwargs), result, node.returned, self.is_whole)
         if node.random:
             self._draws.begin(f"after {k}", self._spans[k + 1])
         else:
@@ -109,7 +108,7 @@ class Forward(ForwardWalk):
         args, kwargs = rebuild(shape, real)
         if self.checkpoints and node.block and torch.is_grad_enabled():
             func = partial(checkpoint, func, use_reentrant=False)
-        result, result_shape = flatten(func(*args, **kwargs), self.is_whole)
+        result, result_shape = flatten(func(*args, **kwargs))
         for i, number in node.written:
             leaves[i].number, leaves[i].behind = number, real[i]
             self._keep(number, real[i])

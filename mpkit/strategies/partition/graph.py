@@ -53,8 +53,6 @@ class CallNode:
         parameters: the parameters that an operation receives, by name.
         result: how the leaves of its result are nested.
         leaves: leaves of its result.
-        returned: containers among its arguments that it changes and returns
-            (`mpkit.strategies.models.nested_values.Containers`).
         written: (argument, number): arguments that it writes into, by their place among its arguments' leaves, and the
             numbers of the values that they become.
         random: whether it draws random numbers.
@@ -68,7 +66,6 @@ class CallNode:
     parameters: tuple[str, ...]
     result: Shape
     leaves: tuple[Leaf, ...]
-    returned: tuple[tuple[int, int], ...] = ()
     written: tuple[tuple[int, int], ...] = ()
     random: bool = False
     flops: Flops = field(default_factory=Flops)

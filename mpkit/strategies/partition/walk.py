@@ -25,7 +25,6 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from mpkit.common.torch_private import GENERATORS, _get_current_function_mode_stack
-from mpkit.strategies.models.nested_values import ATOMS, Shape, flatten, is_data
 from mpkit.strategies.partition.value import Value
 
 __all__ = ["ForwardWalk", "OriginalForward", "current_walk", "prepare_modules"]
@@ -61,7 +60,6 @@ class ForwardWalk(TorchFunctionMode):
         _intercept()
         self.checkpoints = 0  # how many of torch's checkpoints are around what runs now
         self._parameters = parameters
-        self._caches: dict[int, Any] = {}  # objects that held no tensor when a node was given them
         self.scopes = [""]  # the opened modules whose forward is running
 
     def __torch_function__(
@@ -89,20 +87,6 @@ class ForwardWalk(TorchFunctionMode):
             elif isinstance(part, dict) and self._has_value(part.values()):
                 return True
         return False
-
-    def flatten(self, arguments: Any) -> tuple[list[Any], Shape]:
-        """Return the leaves of a node's arguments, and their Shape.
-
-        An object that is more than data, or holds no tensors at first, is the same for all nodes, whatever they put
-        into it: a cache.
-        """
-        leaves, shape = flatten(arguments, self.is_whole)
-        self._caches |= {id(leaf): leaf for leaf in leaves if not isinstance(leaf, (Tensor, *ATOMS))}
-        return leaves, shape
-
-    def is_whole(self, value: Any) -> bool:
-        """Return whether an object is passed on as it is."""
-        return id(value) in self._caches or not is_data(value)
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip a block's call or an operation on values; the latter may be only a question about shapes."""

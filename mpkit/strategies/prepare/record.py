@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import peek_interpreter_stack
 from mpkit.strategies.data.microbatch import Value as Data
-from mpkit.strategies.models.nested_values import Containers, bring_back, flatten, rebuild
+from mpkit.strategies.models.nested_values import REGISTER, flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, current_walk
@@ -91,6 +91,11 @@ def record(
     with torch.enable_grad(), LossValues(recording) as wanted:
         result = loss(outputs, targets)
     wanted.see([result])
+    given = {leaf.number for leaf in flatten(outputs)[0] if type(leaf) is Value}
+    if not given.issuperset(wanted.numbers):
+        raise CannotCut(
+            "", f"the loss takes tensors from an object that cannot be looked into, as can {REGISTER}"
+        )
     graph: Graph = recording.graph
     graph.wanted = tuple(wanted.numbers)
     graph.loss = backwards.count(wanted.watch.measured(), [_real(result)], wanted.given)
@@ -122,7 +127,7 @@ class NodeRecording(ForwardWalk):
             raise CannotCut(scope, f"{name} is called on a tensor that a block made")
         if peek_interpreter_stack() is not None:
             raise CannotCut(scope, f"{name} is called within a transform of torch.func (vmap, grad or jvp)")
-        leaves, shape = self.flatten((args, kwargs))
+        leaves, shape = flatten((args, kwargs))
         values = [leaf for leaf in leaves if type(leaf) is Value]
         self._check_handed_over(name, leaves)
         for value in values:
@@ -133,20 +138,19 @@ class NodeRecording(ForwardWalk):
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
         watch = OperatorWatch(self, len(graph.nodes), real, "" if block else name)
         real_args, real_kwargs = rebuild(shape, real)
-        containers = Containers((real_args, real_kwargs), self.is_whole)
         try:
             with Attentions(watch), watch:
                 result = func(*real_args, **real_kwargs)
         except ValueLooked:
             raise CannotCut(
                 scope,
-                f"{name} computes with what other layers made in place of its parameters (functional_call)",
+                f"{name} computes with what other layers made in place of its parameters (functional_call), or within "
+                f"an object that cannot be looked into; what works instead of that is {REGISTER}",
             ) from None
-        if lost := containers.lost_containers(result):
-            raise CannotCut(
-                scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"
-            )
-        made, result_shape = flatten(result, self.is_whole)
+        after, shape_after = flatten((real_args, real_kwargs))
+        if shape_after != shape or any(one is not other for one, other in zip(real, after, strict=True)):
+            raise CannotCut(scope, f"{name} changes a list, a dict or an object that it was given")
+        made, result_shape = flatten(result)
         written = [
             i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
             if isinstance(leaf, Tensor) and leaf._version != version
@@ -169,11 +173,8 @@ class NodeRecording(ForwardWalk):
         node.flops = self._backwards.count(
             watch.measured(), [leaf for leaf in made if isinstance(leaf, Tensor)], given, kind
         )
-        node.returned = tuple(containers.returned_containers(result))
         graph.nodes.append(node)
-        back_result = rebuild(result_shape, back)
-        bring_back((args, kwargs), back_result, node.returned, self.is_whole)
-        return back_result
+        return rebuild(result_shape, back)
 
     def _given_to(self, leaves: list[Any], block: bool) -> tuple[list[Any], list[Tensor]]:
         """Return the tensors behind the leaves of a node's arguments, and those by which gradients arrive.
@@ -203,9 +204,7 @@ class NodeRecording(ForwardWalk):
         A hook or an attribute may have passed on the output of a block.
         """
         if self._made_in:
-            self._check_handed_over(
-                getattr(func, "__name__", "an operation"), flatten((args, kwargs), self.is_whole)[0]
-            )
+            self._check_handed_over(getattr(func, "__name__", "an operation"), flatten((args, kwargs))[0])
 
     def _check_handed_over(self, name: str, leaves: list[Any]) -> None:
         for leaf in leaves:
@@ -275,7 +274,8 @@ class NodeRecording(ForwardWalk):
             else:
                 raise CannotCut(
                     node.scope,
-                    f"{node.name} gives back a {type(leaf).__name__}, which cannot be sent to another rank",
+                    f"{node.name} gives back a {type(leaf).__name__}, which cannot be sent to another rank, as can "
+                    f"{REGISTER}",
                 )
         return tuple(described), back
 

@@ -166,7 +166,9 @@ class LoopProof:
             self._begun, self._versions = True, self._held.versions()
             self._gradients.before = {} if self._handles else self._gradients_now()
         if any(map(is_opaque, flatten((args, kwargs))[0])):
-            self._why_not = "forward takes an iterator, a generator or a function, which cannot be read twice"
+            self._why_not = (
+                "forward takes an iterator, or a function or an object with tensors, which cannot be looked into"
+            )
         if not self._why_not:
             self.ranks.note_mode(self._module)
             self._now = self._plain.note_start(self._module, args, kwargs)

@@ -33,7 +33,7 @@ from mpkit.common.torch_private import (
 )
 from mpkit.errors import MpkitError
 from mpkit.strategies.comm.wire import PendingWork
-from mpkit.strategies.models.nested_values import flatten, is_opaque
+from mpkit.strategies.models.nested_values import REGISTER, flatten, is_opaque
 from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.replicas.flat import Flat
 from mpkit.strategies.replicas.units import Site
@@ -417,8 +417,7 @@ def _tensors(output: Any, module: nn.Module) -> list[Tensor]:
     for leaf in filter(is_opaque, leaves):
         raise MpkitError(
             f"{type(module).__name__} returns {type(leaf).__name__}, and under zero=3 parameters are gathered again "
-            "when the gradients of a layer's outputs arrive: iterators, functions and objects that contain themselves "
-            "cannot be looked into. Return tensors, or a tuple, a dict, a dataclass or an object with tensors as "
-            "attributes; zero=2 gathers nothing."
+            f"when the gradients of a layer's outputs arrive, which cannot be seen in there. Return {REGISTER}; zero=2 "
+            "gathers nothing."
         )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
-from mpkit.strategies.models.nested_values import flatten, is_opaque
+from mpkit.strategies.models.nested_values import REGISTER, flatten, is_opaque
 from mpkit.strategies.prepare.checks import find_wrong_embedding
 from mpkit.strategies.prepare.task import raise_rejection
 from mpkit.strategies.proof.backwards import ModuleBackwards
@@ -169,8 +169,7 @@ class DataParallel(ModuleWrapper):
             elif is_opaque(leaf):
                 raise ValueError(
                     f"The wrapped module returns {type(leaf).__name__}, and the backward through tensors in it would "
-                    "begin unnoticed: iterators, functions and objects that contain themselves cannot be looked into. "
-                    "Return tensors, or a tuple, a dict, a dataclass or an object with tensors as attributes."
+                    f"begin unnoticed. Return {REGISTER}."
                 )
         return output
 
