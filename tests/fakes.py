@@ -44,7 +44,6 @@ def both(
     kind: str,
     plan: mk.Plan,
     optimizer: Any,
-    rank: int | None = None,
     **how: Any,
 ) -> tuple[mk.Trace, mk.Trace]:
     """The trace of a real run, and the fake one of the same."""
@@ -58,7 +57,7 @@ def both(
     )  # one process's cluster may be that of the fake ranks
     fake = mk.trace_fake(
         model_fn, plan, batch=shape_only, loss=loss, optimizer=optimizer, steps=STEPS,
-        rank=rank, cluster=clusters(1), **how,
+        cluster=clusters(1), **how,
     )  # fmt: skip
     return run.trace, fake
 

@@ -252,7 +252,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def test_workers_end_with_their_rank(clusters: Clusters) -> None:
-    data = mk.Batches(Computed(), batch_size=4, num_workers=1, prefetch=3)
+    data = mk.Batches(Computed(), batch_size=4, num_workers=1)
     run = clusters(2).train(net(), data, mk.Plan.ddp(2), steps=10**6, **HOW)
     wait_for(lambda: run.done or len(run.losses) >= 2)
     children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in run.pids]

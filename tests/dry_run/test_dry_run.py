@@ -21,20 +21,12 @@ from mpkit.plan.mesh import Mesh
 from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.prediction.dry_run.trace import played_memory
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
-from tests.fakes import MODEL_STATES, adamw, both, communication, sgd
+from tests.fakes import adamw, sgd
 from tests.serial import Clusters
 
 # ---- A rank played alone on tensors without content does what the real one does.
 
 # ---------------------------------------------------------------- equal to the real run
-
-
-def test_each_rank_can_be_played_by_itself(clusters: Clusters) -> None:
-    rank = 2
-    real, fake = both(clusters, "mlp", mk.Plan.zero(1, 3), adamw, rank=rank)
-    peaks = [mk.Timeline.of(trace).peak_memory[rank] for trace in (real, fake)]
-    assert [peaks[0][key] for key in MODEL_STATES] == [peaks[1][key] for key in MODEL_STATES]
-    assert communication(real.ranks[rank]) == communication(fake.ranks[rank])
 
 
 @pytest.mark.parametrize("plan", [mk.Plan.tp(2)], ids=repr)
@@ -88,7 +80,6 @@ def test_times_within_an_action_are_counted_operator_by_operator(
     [
         ({"model_fn": nn.Linear(2, 2)}, "a function that makes the model"),
         ({"plan": "ddp"}, "give a Plan"),
-        ({"rank": 2}, "has the ranks 0 to 1"),
         ({"hardware": "abacus"}, "none of that name"),
         ({"batch": torch.zeros(3)}, r"a pair \(inputs, targets\)"),
         ({"batch": (torch.zeros(4, 3), torch.zeros(4, 2))}, "The model refuses data of this shape"),

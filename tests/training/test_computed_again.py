@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,46 +179,76 @@ class InState(Block):
         return state
 
 
-class Drops(InState):
-    """Changes what it was given, and returns something else."""
-
-    def forward(self, state: Any) -> Any:
-        return super().forward(state).h
-
-
 class Passes(Model):
-    """Hands a structure from block to block; takes what they return, or what became of it."""
+    """Hands a structure from block to block."""
 
-    def __init__(self, block: type[nn.Module], made: Any, takes: bool = True) -> None:
+    def __init__(self, block: type[nn.Module], made: Any) -> None:
         super().__init__(block)
-        self.made, self.takes = made, takes
+        self.made = made
 
     def blocks(self, x: Tensor) -> Tensor:
         state = self.made(h=x)
         for block in self.b:
-            found = block(state)
-            state = found if self.takes else state
+            state = block(state)
         y: Tensor = state.h
         return y
 
 
 @pytest.mark.parametrize("plan", [FULL, mk.Plan.gpipe(2, 2)], ids=["recomputed", "gpipe"])
+def test_structures_go_from_block_to_block(train: Train, plan: mk.Plan) -> None:
+    check_equal(train, Passes(OnState, State), data(), plan, **HOW)
+
+
+def test_what_cannot_be_looked_into_is_refused(train: Train) -> None:
+    with pytest.raises(ValueError, match="changes a list, a dict or an object that it was given"):
+        train(Passes(InState, State), data(), mk.Plan.gpipe(2, 2), **HOW)
+    with pytest.raises(
+        ValueError, match=r"within an object that cannot be looked into.*register_pytree_node"
+    ):
+        train(Passes(OnState, partial(SimpleNamespace, n=0)), data(), mk.Plan.gpipe(2, 2), **HOW)
+
+
+class Differentiates(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return slope
+
+
+class DifferentiatesBlocks(Model):
+    def blocks(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(super().blocks(x).sum(), x, create_graph=True)
+        return slope
+
+
 @pytest.mark.parametrize(
-    "model",
-    [Passes(OnState, State), Passes(InState, SimpleNamespace, takes=False)],
-    ids=["dataclass", "namespace, in place"],
+    ("model", "plan", "words"),
+    [
+        (Model(Differentiates), FULL, "computes gradients in its forward"),
+        (DifferentiatesBlocks(Block), mk.Plan.zero(3, 2), "computes gradients of what Block returned"),
+    ],
+    ids=["recomputed", "gathered"],
 )
-def test_structures_go_from_block_to_block(train: Train, model: nn.Module, plan: mk.Plan) -> None:
-    check_equal(train, model, data(), plan, **HOW)
+def test_gradients_of_what_is_gone_are_refused(
+    train: Train, model: nn.Module, plan: mk.Plan, words: str
+) -> None:
+    with pytest.raises(mk.RankFailed, match=words):
+        train(model, data(), plan, **HOW)
 
 
-def test_a_change_that_would_be_lost_is_refused(train: Train) -> None:
-    check_equal(train, Passes(Drops, SimpleNamespace, takes=False), data(), FULL, **HOW)
-    with pytest.raises(ValueError, match="changes a SimpleNamespace that it was given"):
-        train(Passes(Drops, SimpleNamespace, takes=False), data(), mk.Plan.gpipe(2, 2), **HOW)
+def test_a_transformed_layer_cannot_be_gathered(train: Train) -> None:
+    layers = nn.Sequential(Transformed(), nn.Linear(4, 2)).double()
+    with pytest.raises(mk.RankFailed, match="calls Linear within a transform of torch.func"):
+        train(layers, data(), mk.Plan.zero(3, 2), **HOW)
 
 
-TABLE = torch.ones(1, dtype=torch.float64)
+class Transformed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.scale(torch.vmap(self.layer)(x))
+        return y
 
 
 def test_a_selective_recomputation_computes_under_the_forwards_autocast() -> None:

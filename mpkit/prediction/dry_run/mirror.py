@@ -94,32 +94,21 @@ def _members(text: str) -> list[int]:
     return [int(rank) for rank in ends.split(">" if is_message else ",")]
 
 
-def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list[int]:
+def kinds(plan: Plan, size: int, *, even: bool = True) -> list[int]:
     """Return for each rank the rank to play in its place: the first that does the same.
 
     Under DP, rank 0 does work that the others do not.
 
-    >>> kinds(Plan.ddp(4), 8, None), kinds(Plan.ddp(4), 6, None), kinds(Plan.dp(3), 6, None), kinds(Plan.ddp(3), 3, 2)
-    ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [2, 2, 2])
-    >>> kinds(Plan(pp=2, dp=2, tp=2), 8, None), kinds(Plan(pp=2, dp=2, tp=2), 8, 3)
-    ([0, 0, 0, 0, 4, 4, 4, 4], [3, 3, 3, 3, 7, 7, 7, 7])
+    >>> kinds(Plan.ddp(4), 8), kinds(Plan.ddp(4), 6), kinds(Plan.dp(3), 6), kinds(Plan(pp=2, dp=2, tp=2), 8)
+    ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [0, 0, 0, 0, 4, 4, 4, 4])
 
     Args:
         plan: the plan of the training.
         size: the batch size.
-        rank: the rank whose places along dp and tp are played; None: the first of each kind.
         even: whether tensor-parallel ranks have equal shards.
     """
     mesh = plan.mesh
     places = [mesh.place(each) for each in range(plan.ranks)]
-    if rank is not None:
-        mine = mesh.place(rank)
-        return [
-            mesh.rank(
-                each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, each.tp if mesh.folds else mine.tp
-            )
-            for each in places
-        ]
     first: dict[Hashable, int] = {}
     stands_for = []
     for each, place in enumerate(places):

@@ -59,7 +59,6 @@ class Script:
         batch: (inputs, targets), of which only the shapes matter; or a function that makes them.
         plan, loss, optimizer, steps, max_grad_norm: as in `Cluster.train`.
         device: the device whose times are counted.
-        rank: the rank to play; None: one of each kind.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -70,7 +69,6 @@ class Script:
     steps: int
     max_grad_norm: float | None
     device: Device
-    rank: int | None
 
 
 @dataclass
@@ -102,7 +100,7 @@ def play(context: Context, script: Script) -> PlayedScript | None:
             job = _job(script, mode)
         played.meta = job.meta
         even = len(job.where.local) == 1
-        played.stands_for = kinds(script.plan, job.meta["batch_size"], script.rank, even=even)
+        played.stands_for = kinds(script.plan, job.meta["batch_size"], even=even)
         for rank in order(played.stands_for, script.plan):
             # ---- join
             dist.destroy_process_group()

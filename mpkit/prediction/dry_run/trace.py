@@ -46,7 +46,7 @@ __all__ = ["held_at_peak", "played_memory", "trace_fake"]
 def trace_fake(
     model_fn: Callable[[], torch.nn.Module], plan: Plan, *, batch: Any,
     loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    steps: int = 1, rank: int | None = None, hardware: Hardware | str | None = None,
+    steps: int = 1, hardware: Hardware | str | None = None,
     max_grad_norm: float | None = None, cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
     """Trace what the ranks of a training would do, played by one process on tensors that have shapes and no content.
@@ -79,37 +79,34 @@ def trace_fake(
         loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
         optimizer: optimizer(params) -> torch.optim.Optimizer.
         steps: the number of steps. DDP's first step differs from the rest: buckets are rebuilt after it.
-        rank: play this rank's places along dp and tp in place of all others; None: the first of each kind. Along pp
-            and cp all are played, since each has different work.
         hardware: the machine, a name in `mk.hardware()` or a `Hardware`; None: as many nodes of 8 A100 as it takes.
         max_grad_norm: clip gradients to this norm; None: do not clip.
         cluster: any cluster, whose helper process to use; None: start one.
 
     Raises:
-        ValueError: the plan has no such rank, the machine too few devices; or the model, batch or loss cannot work.
+        ValueError: the machine has too few devices; or the model, batch or loss cannot work.
         RankFailed: the model reads its tensors' values, which are not there.
     """
     from mpkit.prediction.dry_run.play import Script, play
 
     # ---- check
-    _check(model_fn, plan, rank)
+    _check(model_fn, plan)
     machine = find(hardware or enough_a100(plan.ranks))
     check_enough(machine, plan.ranks, "trace_fake")
-    script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
+    script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device)
     # ---- play
     with borrow_cluster(cluster) as used:
         played = used.run(play, script)[0]
     if played.error:
         raise ValueError(played.error)
     # ---- mirror
-    return _mirror_records(played, plan, rank, machine)
+    return _mirror_records(played, plan, machine)
 
 
-def _mirror_records(played: PlayedScript, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
+def _mirror_records(played: PlayedScript, plan: Plan, machine: Hardware) -> Trace:
     """Give every rank the records of the one that does the same; the meta says which ranks were played."""
     first = min(played.ranks)
     fake = {
-        "rank": rank,
         "played": sorted(played.ranks),
         "stands_for": played.stands_for,
         "device": machine.device.name,
@@ -124,7 +121,7 @@ def _mirror_records(played: PlayedScript, plan: Plan, rank: int | None, machine:
     return Trace([mirrors[each].trace_of(other) for other, each in enumerate(played.stands_for)], meta)
 
 
-def _check(model_fn: Any, plan: Any, rank: Any) -> None:
+def _check(model_fn: Any, plan: Any) -> None:
     if isinstance(model_fn, torch.nn.Module) or not callable(model_fn):
         raise ValueError(
             f"trace_fake({type(model_fn).__name__}): a function that makes the model is wanted, so that it can be made "
@@ -132,12 +129,6 @@ def _check(model_fn: Any, plan: Any, rank: Any) -> None:
         )
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 64)")
-    if rank is not None and (
-        isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.ranks
-    ):
-        raise ValueError(
-            f"rank={rank!r}: {plan} has the ranks 0 to {plan.ranks - 1}; None plays one of each kind"
-        )
     warn_if_unwise(plan)
 
 

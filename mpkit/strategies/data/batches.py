@@ -89,7 +89,8 @@ def _parts(value: Any) -> Iterable[Any]:
 MEANT = {
     "collate_fn": "Samples are put together by torch's default_collate: pad or cut them in the dataset's __getitem__.",
     "persistent_workers": "Workers stay for the whole run as it is.",
-    "prefetch_factor": "It is called prefetch here.",
+    "prefetch_factor": "Each worker loads two batches ahead.",
+    "pin_memory": "Samples are copied to a GPU from ordinary memory.",
     "sampler": "The order is that of shuffle and seed, distributed among the ranks without a sampler.",
     "workers": "It is called num_workers here.",
 }
@@ -126,8 +127,6 @@ class Batches:
         drop_last: leave out an epoch's last batch if it is smaller than the others.
         num_workers: processes on each rank that load its samples ahead of time, as in DataLoader; 0: the rank loads
             them itself, step by step. The time that a rank waits for its samples has its own lane on the timeline.
-        pin_memory: put samples for a GPU into page-locked memory, so that they are copied while the GPU computes.
-        prefetch: batches that each worker loads ahead; None: 2, as in DataLoader.
 
     Raises:
         ValueError: the dataset has no length or no samples, or yields no batch.
@@ -145,8 +144,6 @@ class Batches:
         drop_last: bool = False,
         *,
         num_workers: int = 0,
-        pin_memory: bool = False,
-        prefetch: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.samples = _check_dataset(dataset)
@@ -157,8 +154,6 @@ class Batches:
             raise ValueError(f"seed={seed!r}: a seed is at most 2**62, since each epoch counts on from it")
         self.drop_last = bool(drop_last)
         self.num_workers = _check_integer("num_workers", num_workers, 0)
-        self.pin_memory = bool(pin_memory)
-        self.prefetch = _check_prefetch(prefetch, self.num_workers)
         self._order: tuple[int, list[int]] = (-1, [])  # the last epoch used, and its order
         if not len(self):
             raise ValueError(
@@ -180,10 +175,10 @@ class Batches:
 
     def __repr__(self) -> str:
         kind = type(self.dataset).__name__
-        workers = f", num_workers={self.num_workers}, prefetch={self.prefetch}" if self.num_workers else ""
+        workers = f", num_workers={self.num_workers}" if self.num_workers else ""
         return (
             f"Batches({kind} of {self.samples}, batch_size={self.batch_size}, shuffle={self.shuffle}, "
-            f"seed={self.seed}, drop_last={self.drop_last}{workers}{', pin_memory=True' * self.pin_memory})"
+            f"seed={self.seed}, drop_last={self.drop_last}{workers})"
         )
 
     def indices(self, step: int) -> list[int]:
@@ -330,16 +325,6 @@ def _check_integer(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or number < least:
         raise ValueError(f"{name}={value!r}: {name} is a whole number, {least} or more")
     return number
-
-
-def _check_prefetch(prefetch: int | None, workers: int) -> int | None:
-    if not workers:
-        if prefetch is not None:
-            raise ValueError(
-                f"prefetch={prefetch!r} without workers: nobody loads ahead. Such as num_workers=2, prefetch={prefetch}"
-            )
-        return None
-    return 2 if prefetch is None else _check_integer("prefetch", prefetch, 1)
 
 
 def _some(indices: list[int]) -> str:

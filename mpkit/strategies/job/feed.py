@@ -22,7 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mpkit.common.torch_private import FakeTensor
@@ -33,7 +32,6 @@ from mpkit.strategies.data.microbatch import (
     Value,
     batch_size,
     leaves,
-    map_tensors,
     part,
     share,
     signature,
@@ -55,14 +53,10 @@ class BatchSource(Protocol):
     Attributes:
         loads: whether a part has to be read, which takes time; otherwise it is in memory.
         num_workers: number of processes that read on each rank; 0 if the rank itself reads.
-        prefetch: number of batches that each worker reads ahead; None without workers.
-        pin_memory: whether parts for a GPU are put into page-locked memory, from which copies overlap compute.
     """
 
     loads: bool
     num_workers: int
-    prefetch: int | None
-    pin_memory: bool
 
     def __len__(self) -> int:
         """Return how many batches there are before they repeat, in whatever order."""
@@ -86,8 +80,6 @@ class WholeBatches(list[tuple[Value, Value]]):
 
     loads = False
     num_workers = 0
-    prefetch: int | None = None
-    pin_memory = False
     read_in = 0.0
 
     def size(self, step: int) -> int:
@@ -143,8 +135,7 @@ class Feed:
         self._parts_of_step: Parts = {}
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
-        on_gpu = context.device.type == "cuda"
-        self._loader = Loader(self._source, self._wanted_parts, steps, context.record, pins=on_gpu)
+        self._loader = Loader(self._source, self._wanted_parts, steps, context.record)
 
     def take(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
@@ -214,34 +205,21 @@ class Loader:
         wanted: returns which parts of a step's batch this rank takes.
         steps: the steps that there will be.
         record: this rank's recorder.
-        pins: whether the parts are to be copied to a GPU.
     """
 
     def __init__(
-        self,
-        source: BatchSource,
-        wanted: Callable[[int], list[slice]],
-        steps: range,
-        record: Recorder,
-        *,
-        pins: bool,
+        self, source: BatchSource, wanted: Callable[[int], list[slice]], steps: range, record: Recorder
     ) -> None:
         self._steps = _Steps(source, wanted)
         self._order = steps
         self._record, self._records = record, source.loads
-        self._workers, self._ahead = source.num_workers, source.prefetch
-        self._pins = pins and source.pin_memory
+        self._workers = source.num_workers
         self._read: Iterator[Parts] | None = None
 
     def load(self, step: int) -> Parts:
         """Return what the rank takes of this step's batch."""
         op = self._record.begin(Kind.DATA, "data") if self._records else -1
         parts = self._next_parts() if self._workers else self._steps[step]
-        if self._pins and not self._workers:
-            parts = {
-                which: (_pin_memory(inputs), _pin_memory(targets))
-                for which, (inputs, targets) in parts.items()
-            }
         if self._records:
             nbytes = sum(t.nbytes for x, y in parts.values() for t in (*leaves(x), *leaves(y)))
             self._record.end(op, nbytes=nbytes)
@@ -255,8 +233,7 @@ class Loader:
         if self._read is None:
             loader = DataLoader(
                 self._steps, batch_size=None, sampler=self._order, num_workers=self._workers,
-                collate_fn=_as_they_are, prefetch_factor=self._ahead, pin_memory=self._pins,
-                multiprocessing_context="fork", worker_init_fn=_die_with_the_rank,
+                collate_fn=_as_they_are, multiprocessing_context="fork", worker_init_fn=_die_with_the_rank,
                 generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
             with warnings.catch_warnings():
@@ -277,10 +254,6 @@ class _Steps(Dataset[Parts]):
             (which.start, which.stop, which.step or 1): self._source.part(step, which)
             for which in self._wanted(step)
         }
-
-
-def _pin_memory(value: Value) -> Value:
-    return map_tensors(Tensor.pin_memory, value)
 
 
 def _as_they_are(parts: Any) -> Any:

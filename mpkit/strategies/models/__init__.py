@@ -3,7 +3,7 @@
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.chain import chain, cut, repeated_blocks
 from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
-from mpkit.strategies.models.gpt import GPT, GPTConfig, document_mask, next_token_loss
+from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
 from mpkit.strategies.models.networks import MLP, ConvNet, ResNet, UNet
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "balance",
     "chain",
     "cut",
-    "document_mask",
     "next_token_loss",
     "place_experts",
     "repeated_blocks",

@@ -15,7 +15,7 @@ from mpkit.common.tracebacks import public
 from mpkit.strategies.models.chain import SizedChain
 from mpkit.strategies.models.experts import MixtureOfExperts
 
-__all__ = ["GPT", "GPTConfig", "document_mask", "next_token_loss"]
+__all__ = ["GPT", "GPTConfig", "next_token_loss"]
 
 OF_EXPERTS = ("shared_experts", "capacity", "aux_loss", "z_loss", "bias_rate")
 
@@ -180,15 +180,15 @@ class Block(nn.Module):
             else FeedForward(config)
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, time, width] -> the same; mask as for `Attention`."""
-        x = x + (self.attention(self.norm1(x)) if mask is None else self.attention(self.norm1(x), mask))
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        x = x + self.attention(self.norm1(x))
         x = x + self.mlp(self.norm2(x))
         return x
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position attends to itself and to earlier positions, of its document with a mask."""
+    """Causal self-attention: each position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -197,12 +197,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, time, width] -> the same; mask [batch, 1, time, time] says which keys a query attends to."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
         batch, time, _ = x.shape
         # 3 of [batch, heads, time, width/heads]; a tensor-parallel rank has some of the heads
         q, k, v = self.qkv(x).view(batch, time, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, time, -1)))
         return mixed
 
@@ -234,21 +234,6 @@ class Head(nn.Module):
         """[batch, time, width] -> [batch, time, vocab]."""
         logits: Tensor = self.logits(self.norm(x))
         return logits
-
-
-def document_mask(position_ids: Tensor) -> Tensor:
-    """Return which keys each query attends to [batch, 1, time, time]: those before it in its own document.
-
-    >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int()
-    tensor([[1, 0, 0],
-            [1, 1, 0],
-            [0, 0, 1]], dtype=torch.int32)
-    """
-    begins = nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
-    document = begins.cumsum(1)
-    time = torch.arange(position_ids.shape[1], device=position_ids.device)
-    alike = document[:, :, None] == document[:, None, :]
-    return (alike & (time[:, None] >= time))[:, None]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

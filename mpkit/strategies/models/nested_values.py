@@ -30,10 +30,7 @@ ATOMS = (
 )  # fmt: skip
 """Leaves that hold no tensors, or that stay as they are."""
 
-REGISTER = (
-    "a tuple, a list, a dict, a named tuple or a dataclass of tensors; a class of your own is looked into if "
-    "torch.utils._pytree.register_pytree_node knows it"
-)
+REGISTER = "a tuple, list, dict or dataclass of tensors, or a class that torch.utils._pytree.register_pytree_node knows"
 """What works in place of an object that cannot be looked into."""
 
 

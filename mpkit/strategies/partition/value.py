@@ -96,16 +96,12 @@ class LayerNumbers:
         flops: FLOPs and bytes of forward and backward.
         output: what it passes on; None if that cannot be sent.
         in_place: whether it writes into its input.
-        transformed, differentiated: the first layer that it calls within a transform of torch.func (vmap, grad or jvp),
-            and the first of whose output it computes gradients (torch.autograd.grad); "" if there is none.
         random: whether it draws random numbers.
     """
 
     flops: Flops
     output: Boundary | None
     in_place: bool = False
-    transformed: str = ""
-    differentiated: str = ""
     random: bool = False
 
 

@@ -311,35 +311,6 @@ def check_state_hooks(_: ResolvedPlan, task: Task) -> Rejection | None:
     )
 
 
-# ---- effects of a forward ------------------------------------------------------------------------------------
-
-
-def check_forward_effects(resolved: ResolvedPlan, _: Task) -> Rejection | None:
-    """Reject forwards that transform layers or compute gradients of them, where ranks gather or recompute these."""
-    plan, layers = resolved.plan, [layer for numbers in resolved.numbers.values() for layer in numbers]
-    transformed = next((layer.transformed for layer in layers if layer.transformed), "")
-    differentiated = next((layer.differentiated for layer in layers if layer.differentiated), "")
-    whole = f"Plan.zero(2, {plan.dp})" if plan.dp > 1 else "Plan.serial()"
-    if transformed and plan.zero == 3:
-        return Rejection(
-            f"{plan}: the forward calls {transformed} within a transform of torch.func (vmap, grad or jvp), on whose "
-            f"tensors zero=3 cannot gather the layer's parameters. What works: {whole}, which keeps them whole; or to "
-            "call the layer on the whole batch"
-        )
-    recomputes = plan.recompute not in ("none", "selective")
-    if differentiated and (plan.zero == 3 or recomputes):
-        why = (
-            f"under recompute={plan.recompute!r} what autograd saved is computed again when the forward is over"
-            if recomputes
-            else "zero=3 has dropped that layer's parameters by then"
-        )
-        return Rejection(
-            f"{plan}: the forward computes gradients of what {differentiated} returned (torch.autograd.grad), and "
-            f"{why}. What works: {whole}, without recomputation"
-        )
-    return None
-
-
 # ---- outputs and loss ----------------------------------------------------------------------------------------
 
 
@@ -445,7 +416,6 @@ CHECKS = (
     Check("BatchNorm", "common", check_batchnorms),
     Check("hooks on scaled gradients", "blind", check_gradient_hooks),
     Check("hooks on the state dict", "blind", check_state_hooks),
-    Check("effects of a forward", "obscure", check_forward_effects),
     Check("gathered outputs", "obscure", check_gathered_outputs),
     Check("loss of the whole batch", "common", check_whole_batch_loss),
     Check("balanced routing", "obscure", check_balanced_routing),

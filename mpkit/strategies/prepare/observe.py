@@ -16,14 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
-from mpkit.common.torch_private import peek_interpreter_stack
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.chain import layers_of, repeated_blocks
@@ -176,7 +174,7 @@ def _walk(
 ) -> list[LayerNumbers]:  # fmt: skip
     """Run layer after layer and then the loss; then the backwards, of which each begins and ends at its own layer."""
     layers = layers_of(model)
-    kinds, effects = [kind_of_layer(layer) for _, layer in layers], _Effects(model)
+    kinds = [kind_of_layer(layer) for _, layer in layers]
     handles = [h for name, block in repeated_blocks(model).items() for h in operators.watch(name, block)]
     numbers: list[LayerNumbers] = []
     calls: list[tuple[Flops, list[Tensor], list[Tensor], Hashable]] = []
@@ -207,46 +205,17 @@ def _walk(
             calls.append((operators.measured(name), _tensors(value), leaves, kind))
             written = _versions(given) != before
             made = Boundary.from_output(value)
-            numbers.append(LayerNumbers(Flops(), made, written, *effects.take(), operators.random))
+            numbers.append(LayerNumbers(Flops(), made, written, operators.random))
         given, leaves = cut_off(value)
         operators.clear()
         result = _checked_loss(loss, given, targets)
         calls.append((operators.measured(), [result], leaves, None))
         numbers.append(LayerNumbers(Flops(), None))
-    for handle in (*handles, *effects.handles):
+    for handle in handles:
         handle.remove()
     if backwards is None:
         return numbers
     return [replace(each, flops=backwards.count(*made)) for each, made in zip(numbers, calls, strict=True)]
-
-
-class _Effects:
-    """Notes, by hooks on a copy's layers with parameters, which of them a forward transforms or differentiates."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._transformed: list[str] = []
-        self._differentiated: list[str] = []
-        self.handles: list[Any] = []
-        for name, layer in model.named_modules():
-            if next(layer.parameters(recurse=False), None) is not None:
-                self.handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
-                self.handles.append(layer.register_forward_hook(partial(self._after, name)))
-
-    def _before(self, name: str, *_: Any) -> None:
-        if peek_interpreter_stack() is not None:
-            self._transformed.append(name)
-
-    def _after(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        for leaf in _tensors(output):
-            if leaf.requires_grad:
-                leaf.register_hook(lambda _: self._differentiated.append(name))
-
-    def take(self) -> tuple[str, str]:
-        """Return the first layer of each kind since the last call."""
-        found = (next(iter(self._transformed), ""), next(iter(self._differentiated), ""))
-        self._transformed.clear()
-        self._differentiated.clear()
-        return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -145,7 +145,7 @@ class NodeRecording(ForwardWalk):
             raise CannotCut(
                 scope,
                 f"{name} computes with what other layers made in place of its parameters (functional_call), or within "
-                f"an object that cannot be looked into; what works instead of that is {REGISTER}",
+                f"an object that cannot be looked into, as can {REGISTER}",
             ) from None
         after, shape_after = flatten((real_args, real_kwargs))
         if shape_after != shape or any(one is not other for one, other in zip(real, after, strict=True)):

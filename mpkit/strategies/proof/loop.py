@@ -167,7 +167,7 @@ class LoopProof:
             self._gradients.before = {} if self._handles else self._gradients_now()
         if any(map(is_opaque, flatten((args, kwargs))[0])):
             self._why_not = (
-                "forward takes an iterator, or a function or an object with tensors, which cannot be looked into"
+                "forward takes an iterator, or an object with tensors, which cannot be looked into"
             )
         if not self._why_not:
             self.ranks.note_mode(self._module)

@@ -29,6 +29,7 @@ from mpkit.common.torch_private import (
     DisableTorchFunctionSubclass,
     _current_graph_task_id,
     _get_sequence_nr,
+    peek_interpreter_stack,
     tree_leaves,
 )
 from mpkit.errors import MpkitError
@@ -251,9 +252,13 @@ class GatherHooks:
         sites: the model's sites, in order of use as far as that is known.
         flats: flat tensors of all their parameters, with the shards filled.
         prefetch: number of sites to gather ahead.
+
+    Attributes:
+        goes_back: whether a step's backward is under way; set where it begins.
     """
 
     def __init__(self, sites: list[Site], flats: list[Flat], *, prefetch: int) -> None:
+        self.goes_back = False
         self._flats, self._sites = flats, sites
         self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
         # Indexed by site; each flat tensor once.
@@ -274,9 +279,15 @@ class GatherHooks:
 
     # ---- forward ------------------------------------------------------------------------------------------
 
-    def _before_forward(self, i: int, *_: Any) -> None:
+    def _before_forward(self, i: int, module: nn.Module, _inputs: Any) -> None:
         if self._all:
             return
+        if peek_interpreter_stack() is not None:
+            raise MpkitError(
+                f"The forward calls {type(module).__name__} within a transform of torch.func (vmap, grad or jvp), on "
+                "whose tensors zero=3 cannot gather the layer's parameters. What works: zero=2, which keeps them "
+                "whole; or to call the layer on the whole batch"
+            )
         self._now.begun[i] = _get_sequence_nr()
         if _in_backward():  # a checkpoint recomputes its forward
             self._have(i)
@@ -344,6 +355,12 @@ class GatherHooks:
     def _before_backward(self, i: int, _gradient: Tensor) -> None:
         if self._all:
             return
+        if not self.goes_back:
+            raise MpkitError(
+                f"The forward computes gradients of what {type(self._sites[i].module).__name__} returned "
+                "(torch.autograd.grad), and zero=3 has dropped that layer's parameters by then. What works: zero=2, "
+                "which keeps them whole; or to compute them within a layer"
+            )
         if self._sites[i].around:  # no hook shows when the sites within it are done
             self._until_the_end.update(self._needs[i])
             self._have(i)
@@ -352,6 +369,7 @@ class GatherHooks:
 
     def after_backward(self) -> None:
         """Free what the backward used last."""
+        self.goes_back = False
         self._until_the_end.clear()
         self._of_backward.clear()
         self._active.clear()

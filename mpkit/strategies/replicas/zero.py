@@ -284,6 +284,7 @@ class Zero3(Zero):
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
         """Reduce-scatter the gradients of every backward; free the parameters that it gathered."""
         with self._reducer.backward_of(stage, last, half):
+            self._gathering.goes_back = True
             if half == "W":  # goes from node to node, and no hook shows which layer is next
                 self._gathering.gather_stage(stage)
             yield

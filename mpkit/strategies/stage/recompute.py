@@ -109,6 +109,7 @@ class RecomputedCall:
         self._places: list[ref[Saved]] = []
         self._shapes: list[torch.Size] = []
         self.is_done = False  # whether it has run again
+        self._is_running = True  # for the first time
 
     def __call__(self) -> Any:
         """Run the function, and keep nothing that its backward needs but its inputs."""
@@ -118,7 +119,9 @@ class RecomputedCall:
             self._state.first() if self._state is not None else nullcontext() as self._start,
             saved_tensors_hooks(self._pack, self._unpack),
         ):
-            return run()
+            result = run()
+        self._is_running = False
+        return result
 
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(self)
@@ -135,6 +138,11 @@ class RecomputedCall:
         """Run the function again, if it has not; a pipeline calls it before it waits for a gradient."""
         if self.is_done:
             return
+        if self._is_running:
+            raise MpkitError(
+                f"{self._who} computes gradients in its forward (torch.autograd.grad), and under recompute= what "
+                "autograd saved is computed again when the forward is over. What works: Plan(recompute='none')"
+            )
         made: list[PackedTensor] = []
 
         def pack(tensor: Tensor) -> PackedTensor:

@@ -137,7 +137,7 @@ def onto_device(value: Value, device: torch.device, record: Recorder) -> Value:
     copies = device.type != "cpu"
     nbytes = sum(tensor.nbytes for tensor in leaves(value))
     op = record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1
-    copied = map_tensors(lambda t: t.to(device, copy=True, non_blocking=copies and t.is_pinned()), value)
+    copied = map_tensors(lambda t: t.to(device, copy=True), value)
     if copies:
         record.end(op)
     track(leaves(copied), record)

@@ -41,8 +41,9 @@ def attend(case: Case, tokens: list[int]) -> tuple[Tensor, int]:
     """Return the attention of some tokens, [tokens, D], and their pairs of a query and a key."""
     documents = documents_of(case)
     q, k, v = torch.randn(3, sum(documents), D, generator=case.generator(), dtype=torch.float64)
-    positions = torch.cat([torch.arange(length) for length in documents])
-    hidden = ~mk.models.document_mask(positions[None])[0, 0, tokens]
+    place = torch.arange(sum(documents))
+    document = place.new_tensor([i for i, length in enumerate(documents) for _ in range(length)])
+    hidden = (document[tokens, None] != document) | (place[tokens, None] < place)
     scores = (q[tokens] @ k.T).masked_fill(hidden, -torch.inf)
     return scores.softmax(-1) @ v, int((~hidden).sum())
 
