@@ -35,7 +35,7 @@ test-browser: setup  ## the notebooks in a headless Chromium
 
 soak: setup  ## what is random or long: random plans, whole notebooks, other systems, other releases of torch
 	@sh scripts/systems.sh || true
-	@$(WITH_CHROMIUM) sh scripts/test.sh soak tests mpkit examples notebooks tests/classroom tests/browser $(ARGS)
+	@$(WITH_CHROMIUM) sh scripts/test.sh soak -p nbmake.pytest_plugin --nbmake --nbmake-timeout=300 tests mpkit examples notebooks tests/classroom tests/browser $(ARGS)
 	@for each in tests.systems.accepted scripts.torch_versions; do $(PY) -m $$each || exit 1; done
 
 check: setup  ## ruff, format, strict mypy, no conflict left

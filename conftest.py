@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ from pytest import MonkeyPatch
 
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from tests import limits
+
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+"""Else jsonschema, which nbformat imports, builds a grammar of addresses for two seconds in each process of pytest."""
 
 
 @pytest.hookimpl(tryfirst=True)

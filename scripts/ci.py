@@ -26,9 +26,15 @@ AGAIN = 20
 """The largest number of failed tests that run again; if there are more, it is not chance."""
 
 TWO = ("-n", "2", "--dist", "worksteal")
+ALONE = [
+    str(path)
+    for path in sorted(ROOT.glob("tests/**/test_*.py"))
+    if "mark.alone" in path.read_text("utf-8") and "classroom" not in path.parts
+]
+"""Modules with tests that need the machine to themselves; importing all others takes as long."""
 STEPS = {
     "tests": (*TWO, "-m", "not soak and not alone"),
-    "alone": ("-m", "not soak and alone"),
+    "alone": ("-m", "not soak and alone", *ALONE),
     "classroom": (*TWO, "-m", "not soak and not alone", "tests/classroom"),
     "classroom alone": ("-m", "not soak and alone", "tests/classroom"),
     "browser": (*TWO, "-m", "not soak", "tests/browser"),

@@ -41,7 +41,7 @@ def layer_strategies(
     Like FlexFlow, it is for work that is the same in every step, on this machine; `found.again(hardware=...)` when a
     part has changed.
 
-    >>> wide = nn.Sequential(nn.Linear(4096, 65536), nn.Linear(65536, 16))
+    >>> wide = nn.Sequential(nn.Linear(4096, 65536, device="meta"), nn.Linear(65536, 16, device="meta"))
     >>> found = layer_strategies(wide, "8x-a100-nvlink", batch=64)
     >>> [str(each.split) for each in found.choices], found.time < found.uniform["sample"].time
     (['P8', 'whole'], True)

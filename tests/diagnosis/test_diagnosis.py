@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -223,15 +223,9 @@ def waited_by_axis(timeline: mk.Timeline) -> dict[str, float]:
     return waited
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[mk.Cluster]:
-    with mk.Cluster(1, device="cpu") as one:
-        yield one
-
-
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 @pytest.mark.parametrize("name", PLANS)
-def test_the_axis_that_ranks_wait_for_is_named(name: str, one_rank: mk.Cluster) -> None:
+def test_the_axis_that_ranks_wait_for_is_named(name: str, clusters: Clusters) -> None:
     model = (
         (lambda: GPT(layers=2, width=32, heads=4, experts=4))
         if name == "ep"
@@ -240,7 +234,7 @@ def test_the_axis_that_ranks_wait_for_is_named(name: str, one_rank: mk.Cluster) 
     tokens = torch.empty(16, 32, dtype=torch.long, device="meta")
     trace = mk.trace_fake(
         model, PLANS[name], batch=(tokens, tokens), loss=next_token_loss, optimizer=torch.optim.AdamW, hardware=TITANS,
-        cluster=one_rank,
+        cluster=clusters(1),
     )  # fmt: skip
     timeline = mk.Timeline.of(trace, TITANS)
     waited = waited_by_axis(timeline)

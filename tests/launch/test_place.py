@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import mpkit as mk
 from mpkit.cli.launch import LaunchPlan, commands
 from mpkit.cli.watch import CommandProgram
 from mpkit.launch.launched_rank import LaunchedRank
@@ -55,15 +54,6 @@ def test_a_place(environment: dict[str, str], rank: int, size: int, local: int, 
 def test_an_environment_that_says_too_little(environment: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         place_here(environment)
-
-
-def test_from_env_without_a_launcher_teaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="Start the script with"):
-        mk.Cluster.from_env()
-    with pytest.raises(ValueError, match="lacks ranks"):
-        mk.Cluster()
 
 
 # ---- clocks --------------------------------------------------------------------------------------------------

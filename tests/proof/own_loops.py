@@ -209,7 +209,7 @@ def mpkit_mesh(ctx: Any) -> str:
 ON_TWO = (
     ddp, ddp_unused, ddp_batchnorm, by_hand, zero, fsdp, fsdp_bf16, tensor_parallel, mpkit_ddp,
 )  # fmt: skip
-ON_FOUR = (ddp, zero, fsdp, hybrid, two_dimensions, mpkit_mesh)
+ON_FOUR = (zero, hybrid, two_dimensions, mpkit_mesh)
 
 
 # ---- with a mistake

@@ -35,8 +35,8 @@ DATA = [(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))]
 
 
 @pytest.fixture(scope="module")
-def dry() -> mk.Trace:
-    return mk.trace_fake(lambda: MLP(2, 3), PLAN, batch=DATA[0], **HOW)
+def dry(clusters: Clusters) -> mk.Trace:
+    return mk.trace_fake(lambda: MLP(2, 3), PLAN, batch=DATA[0], cluster=clusters(1), **HOW)
 
 
 @pytest.fixture(scope="module")

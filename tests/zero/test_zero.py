@@ -11,7 +11,6 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.replicas.flat import Flat
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal
@@ -106,39 +105,6 @@ def test_parameters_that_one_replica_uses(train: Train) -> None:
     for zero in (1, 2):
         plan = mk.Plan.zero(zero, 2, unused="allow")
         check_equal(train, model, data, plan, loss=Poisons(), optimizer=adam, steps=4)
-
-
-# ---------------------------------------------------------------- memory: section 5 of the paper, to the byte
-
-
-def states(psi: int, zero: int, n: int, *, mixed: bool) -> dict[str, int]:
-    """Bytes of model states a rank with Adam (Rajbhandari et al. 2020, figure 1)."""
-    params, optimizer = (2 * psi, 12 * psi) if mixed else (4 * psi, 8 * psi)
-    return {
-        "params": params // (n if zero >= 3 else 1),
-        "grads": params // (n if zero >= 2 else 1),
-        "optimizer": optimizer // (n if zero >= 1 else 1),
-    }
-
-
-@pytest.mark.parametrize(("zero", "precision"), [(1, "full"), (2, "bf16"), (3, "bf16")])
-def test_memory_is_what_the_formulas_say(train: Train, zero: int, precision: str) -> None:
-    torch.manual_seed(7)
-    # Every layer's parameters can be divided by 4: no padding.
-    model = GPT(layers=2, width=16, heads=2, length=8, vocab=32)
-    psi = sum(parameter.numel() for parameter in model.parameters())
-    data = [(torch.randint(32, (8, 8)), torch.randint(32, (8, 8)))]
-    for n, microbatches in ((2, 1),) if precision == "full" else ((4, 2),):
-        plan = mk.Plan(dp=n, zero=zero, precision=precision, microbatches=microbatches)
-        run = train(model, data, plan, loss=next_token_loss, optimizer=adam, steps=4)
-        want = states(psi, zero, n, mixed=precision != "full")
-        for step in range(1, 4):  # the first one begins without states
-            for held in run.timeline().step(step).peak_memory:
-                assert {name: held[name] for name in want} == want
-        total = sum(want.values())
-        assert total == {
-            0: 16 * psi, 1: (4 + 12 / n) * psi, 2: (2 + 14 / n) * psi, 3: 16 * psi / n,
-        }[zero] or precision == "full"  # fmt: skip
 
 
 # ---------------------------------------------------------------- offload
