@@ -196,9 +196,7 @@ def test_raise_from_and_handling_go_on_as_ever() -> None:
 # ---------------------------------------------------------------- where training cannot be as in plain PyTorch
 
 
-def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(
-    clusters: Clusters,
-) -> None:
+def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(clusters: Clusters) -> None:
     def conjugate(ctx: mk.Context) -> list[complex]:
         return list(ctx.comm.all_reduce(torch.full((2,), 1 + 2j * (1 + ctx.rank)).conj()).tolist())
 

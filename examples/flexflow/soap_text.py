@@ -25,12 +25,7 @@ def soap_text(soap: Soap) -> str:
     """
     lines = [f"{soap.layer} on two ranks; 0: on rank 0, 1: on rank 1, #: on both"]
     for way in soap.ways:
-        lines += [
-            "",
-            f"{way.name[0]}  {way.title} ({way.known_as})",
-            f"   {way.told}",
-            *_matrices(soap, way),
-        ]
+        lines += ["", f"{way.name[0]}  {way.title} ({way.known_as})", f"   {way.told}", *_matrices(soap, way)]
         for phase in ("forward", "backward"):
             sent = [
                 f"{each.kind} {each.what}, {bytes_text(each.payload)}"

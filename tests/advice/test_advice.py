@@ -248,8 +248,7 @@ def every(asked: LayoutPrices) -> list[FoundLayout]:
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "stack"),
-    [("tied", 3, "pytorch"), ("experts", 12, "megatron-2021")],
+    ("name", "memory", "stack"), [("tied", 3, "pytorch"), ("experts", 12, "megatron-2021")]
 )
 def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, stack: str) -> None:
     asked = priced(name, machine(memory), stack)

@@ -80,11 +80,7 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (home / "notebooks" / cells).mkdir()
         shutil.copy(NOTEBOOKS / "01-pipeline-bubbles.ipynb", home / "notebooks" / cells)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    for name, cells in {
-        "ended": ENDED,
-        "explore": (EXPLORE,),
-        "ranks": RANKS,
-    }.items():
+    for name, cells in {"ended": ENDED, "explore": (EXPLORE,), "ranks": RANKS}.items():
         book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)], metadata=kernel)
         nbformat.write(book, home / "notebooks" / f"{name}.ipynb")
     with serve_lab(home) as address:

@@ -323,10 +323,7 @@ class Live:
 
     def state(self) -> dict[str, Any]:
         found = {name: getattr(self.view, name) for name in self.TRAITS}
-        return {
-            **found,
-            **{name: b64encode(getattr(self.view, name)).decode() for name in self.BYTES},
-        }
+        return {**found, **{name: b64encode(getattr(self.view, name)).decode() for name in self.BYTES}}
 
     def load(self) -> None:
         """The page, or the page again after a reload."""

@@ -116,7 +116,7 @@ OTHER_WAYS = {
             "up.weight[n - 1 - r :: n], up.bias[n - 1 - r :: n]",
         ),
         ("down.weight.chunk(n, 1)[r]", "down.weight[:, n - 1 - r :: n]"),
-    ],
+    ]
 }
 """Right answers whose ranks take other parts than the solution's, strided and in another order."""
 

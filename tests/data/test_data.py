@@ -307,9 +307,7 @@ class Samples(IterableDataset[Batch]):
         return ((x, y) for batch in one_by_one(3) for x, y in zip(*batch, strict=True))
 
 
-def test_a_generator_and_an_iterable_dataset_train_as_a_list_does(
-    clusters: Clusters,
-) -> None:
+def test_a_generator_and_an_iterable_dataset_train_as_a_list_does(clusters: Clusters) -> None:
     losses = []
     for data in (list(one_by_one(3)), one_by_one(99), DataLoader(Samples(), batch_size=4)):
         run = clusters(2).train(small_net(), data, mk.Plan.ddp(2), steps=3, **STREAMED).wait()
@@ -378,12 +376,7 @@ def test_a_sample_draws_the_same_whoever_reads_it_and_others_each_time() -> None
 
 
 @pytest.mark.parametrize(
-    ("plan", "workers"),
-    [
-        (mk.Plan.ddp(2, microbatches=2), 2),
-        (mk.Plan.gpipe(2, 2), 0),
-    ],
-    ids=str,
+    ("plan", "workers"), [(mk.Plan.ddp(2, microbatches=2), 2), (mk.Plan.gpipe(2, 2), 0)], ids=str
 )
 def test_augmented_training_equals_a_plain_loop(train: Train, plan: mk.Plan, workers: int) -> None:
     torch.manual_seed(0)

@@ -202,10 +202,7 @@ def test_the_command_line_prints_it(tmp_path: Path, capsys: pytest.CaptureFixtur
 # ---- The bubble in a sentence: its parts add up to it, and it names the axis that ranks wait for.
 
 TITANS = "4x-titan-rtx"
-PLANS = {
-    "ring": mk.Plan(pp=2, cp=2, schedule="gpipe", microbatches=2),
-    "ep": mk.Plan(dp=4, ep=2),
-}
+PLANS = {"ring": mk.Plan(pp=2, cp=2, schedule="gpipe", microbatches=2), "ep": mk.Plan(dp=4, ep=2)}
 
 
 def waited_by_axis(timeline: mk.Timeline) -> dict[str, float]:

@@ -119,10 +119,7 @@ def test_a_dgx_1_has_nvlink_between_some_and_a_group_of_four_is_named() -> None:
     ("build", "words"),
     [
         (torch_of(0), "torch sees 0 of the 8 GPUs.*is a build without CUDA"),
-        (
-            torch_of(1) | {"gpus": 0, "error": "The NVIDIA driver on your system is too old"},
-            "too old",
-        ),
+        (torch_of(1) | {"gpus": 0, "error": "The NVIDIA driver on your system is too old"}, "too old"),
         (torch_of(5), "torch sees 5 of the 8 GPUs"),
     ],
 )

@@ -52,9 +52,7 @@ def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def test_times_within_an_action_are_counted_operator_by_operator(
-    clusters: Clusters,
-) -> None:
+def test_times_within_an_action_are_counted_operator_by_operator(clusters: Clusters) -> None:
     """Two products of 2 b n n FLOPs, each followed by something that only moves bytes."""
     b, n, one = 64, 512, mk.devices.Device("toy", {"float32": 1e9}, bandwidth=1e9)
     toy = mk.devices.Hardware("toy", one, mk.devices.Link("wire", 0.0, 1e9))
@@ -132,8 +130,7 @@ ALL = [(model, plan) for model in CASES for plan in PLANS]
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"),
-    [pytest.param(*row, marks=() if row in FAST else pytest.mark.soak) for row in ALL],
+    ("model", "plan"), [pytest.param(*row, marks=() if row in FAST else pytest.mark.soak) for row in ALL]
 )
 def test_the_peak_is_the_allocators(clusters: Clusters, model: str, plan: str) -> None:
     for row in compare(CASES[model], PLANS[plan], clusters(PLANS[plan].ranks)):

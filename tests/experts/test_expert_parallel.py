@@ -155,11 +155,7 @@ def test_models_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
-    ],
-    ids=repr,
+    "plan", [mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2")], ids=repr
 )
 def test_the_load_of_experts_is_that_of_serial_training(train: Train, plan: mk.Plan) -> None:
     """Each choice is counted once, whoever sees the token, and however often its forward is computed."""

@@ -188,10 +188,7 @@ def test_ranks_have_the_environment_of_the_launch(
     ],
 )
 def test_copies_of_a_program_start_no_ranks(
-    clusters: Clusters,
-    variables: dict[str, str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+    clusters: Clusters, variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would train a model of its own."""
     cluster = clusters(2)

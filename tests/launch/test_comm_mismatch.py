@@ -45,11 +45,7 @@ MISMATCHES: dict[str, tuple[str, list[str], list[str]]] = {
 
 @pytest.mark.parametrize(("who", "mine", "theirs"), MISMATCHES.values(), ids=MISMATCHES)
 def test_two_ranks_part(
-    clusters: Clusters,
-    who: str,
-    mine: list[str],
-    theirs: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    clusters: Clusters, who: str, mine: list[str], theirs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang, "WAITING", 1e6)  # no time-out ends it
     alone = (

@@ -203,10 +203,7 @@ def both_still_work(cluster: mk.Cluster) -> None:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # it ends where a file is opened
-def test_whatever_ends_the_thread_ends_the_run(
-    clusters: Clusters,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whatever_ends_the_thread_ends_the_run(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = clusters(2)
 
     def unreadable(self: object) -> None:

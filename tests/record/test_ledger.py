@@ -381,17 +381,4 @@ def test_a_segment_is_put_on_the_times_of_its_ops_now() -> None:
         curve.play(*place)
     values, _ = curve.take(lambda first, count: [starts[first + i] for i in range(count)])
     assert values[1::4] == [7, 8, 9, 9, 9, 10, 10, 10, 10, 11, 12, 12]
-    assert values[::4] == [
-        1500,
-        2333,
-        3333,
-        5000,
-        5500,
-        7000,
-        9000,
-        9000,
-        9500,
-        10333,
-        11333,
-        13000,
-    ]
+    assert values[::4] == [1500, 2333, 3333, 5000, 5500, 7000, 9000, 9000, 9500, 10333, 11333, 13000]

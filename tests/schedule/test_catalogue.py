@@ -98,12 +98,7 @@ def test_idle_time_is_what_the_papers_say(p: int, more: int, v: int, f: int, b: 
     """Of any F and B = 2 W = 2 I: (p-1)(F+B), and of loops the same, of stages that are 1/v as large."""
     m = p + more
     slots = {"F": f, "B": 2 * b, "I": b, "W": b}
-    for name, micro in (
-        ("1f1b", m),
-        ("gpipe", m),
-        ("looped_bfs", m),
-        ("interleaved_1f1b", m),
-    ):
+    for name, micro in (("1f1b", m), ("gpipe", m), ("looped_bfs", m), ("interleaved_1f1b", m)):
         assert figures(build_schedule(name, p, micro, v), slots).idle == [(p - 1) * (f + 2 * b)] * p
 
 

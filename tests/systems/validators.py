@@ -19,9 +19,7 @@ from mpkit import Plan
 
 __all__ = ["MISSING", "VALIDATORS"]
 
-MISSING = {
-    "slurm": "sbatch --test-only needs a cluster; bash reads the script",
-}
+MISSING = {"slurm": "sbatch --test-only needs a cluster; bash reads the script"}
 
 
 def words_of(text: str, name: str) -> list[str]:
@@ -65,11 +63,7 @@ def _accelerate(text: str, plan: Plan) -> None:
     import yaml
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.utils import ParallelismConfig
-    from accelerate.utils.dataclasses import (
-        DeepSpeedPlugin,
-        FullyShardedDataParallelPlugin,
-        MegatronLMPlugin,
-    )
+    from accelerate.utils.dataclasses import DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"

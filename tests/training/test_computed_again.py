@@ -75,10 +75,7 @@ class WithoutReentry(Checkpoints):
 
 
 SMALL = 1e-4
-REPLICATED = {
-    "zero1": mk.Plan.zero(1, 2, bucket_mb=SMALL),
-    "zero3": mk.Plan.zero(3, 2, microbatches=2),
-}
+REPLICATED = {"zero1": mk.Plan.zero(1, 2, bucket_mb=SMALL), "zero3": mk.Plan.zero(3, 2, microbatches=2)}
 
 
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")

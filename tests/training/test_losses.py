@@ -16,10 +16,7 @@ from mpkit.strategies.update.learning_rate import ScalingRule
 from tests.serial import EXACT, Clusters, Train, same, serial
 
 CLASSES = 5
-PLANS = {
-    "gpipe": mk.Plan.gpipe(2, 4),
-    "dp": mk.Plan.dp(2, microbatches=2),
-}
+PLANS = {"gpipe": mk.Plan.gpipe(2, 4), "dp": mk.Plan.dp(2, microbatches=2)}
 
 
 def net(width: int = 6) -> nn.Sequential:

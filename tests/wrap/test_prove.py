@@ -192,11 +192,7 @@ def a_divided_fault(ctx: Any, kind: str) -> str:
 
 
 def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -> None:
-    wanted = {
-        "width": "forward is",
-        "sequence": "the gradient of",
-        "pipeline": "forward is",
-    }
+    wanted = {"width": "forward is", "sequence": "the gradient of", "pipeline": "forward is"}
     for kind, text in wanted.items():
         one, other = clusters(2).run(a_divided_fault, kind)
         assert one == other and text in one, (kind, one)

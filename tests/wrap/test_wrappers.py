@@ -178,10 +178,7 @@ def staged(ctx: Any, schedule: str, options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [
-        pytest.param("1f1b", {"microbatches": 4}, marks=pytest.mark.soak),
-        ("zbv", {"microbatches": 4}),
-    ],
+    [pytest.param("1f1b", {"microbatches": 4}, marks=pytest.mark.soak), ("zbv", {"microbatches": 4})],
 )
 def test_a_pipeline_equals_serial(clusters: Clusters, schedule: str, options: dict[str, Any]) -> None:
     cluster = clusters(2)
