@@ -102,31 +102,14 @@ def ddp_program(rank: int = 0, world: int = 2, steps: int = 2, late: float = 0.0
         program.annotation(f"ProfilerStep#{number + 3}", at, 1990)
         program.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at + 1, 20)
         program.kernel(
-            "Memcpy HtoD (Pinned -> Device)",
-            at + 22,
-            at + 30,
-            10,
-            op="aten::copy_",
-            category="gpu_memcpy",
-            bytes=4096,
-        )
+            "Memcpy HtoD (Pinned -> Device)", at + 22, at + 30, 10, op="aten::copy_", category="gpu_memcpy", bytes=4096
+        )  # fmt: skip
         program.annotation("DistributedDataParallel.forward", at + 35 + late, 100)
-        program.kernel(
-            "gemm_forward",
-            at + 40 + late,
-            at + 60 + late,
-            300,
-            shapes=[[64, 64], [64, 64]],
-            types=["float"] * 2,
-        )
+        sizes = {"shapes": [[64, 64], [64, 64]], "types": ["float"] * 2}
+        program.kernel("gemm_forward", at + 40 + late, at + 60 + late, 300, **sizes)
         held = {
-            "Addr": 1,
-            "Bytes": 1024,
-            "Device Type": 1,
-            "Device Id": 0,
-            "Total Allocated": 2048,
-            "Total Reserved": 4096,
-        }
+            "Addr": 1, "Bytes": 1024, "Device Type": 1, "Device Id": 0, "Total Allocated": 2048, "Total Reserved": 4096,
+        }  # fmt: skip
         program.events.append({
             "ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "pid": HOST, "tid": HOST,
             "ts": at + 45, "args": held,

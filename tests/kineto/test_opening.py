@@ -19,16 +19,8 @@ from tests.kineto.program import ddp_program
 
 
 def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": name,
-        "pid": 1,
-        "tid": 1,
-        "ts": start,
-        "dur": length,
-        "args": {},
-    } | more
+    place = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1, "args": {}}
+    return {**place, "name": name, "ts": start, "dur": length, **more}
 
 
 def traced(path: Path, *events: dict[str, Any], **header: Any) -> Path:
@@ -106,17 +98,7 @@ def test_two_traces_in_one_file_are_rejected(tmp_path: Path, between: str) -> No
 
 
 def event(name: str = "aten::mm", **more: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": name,
-        "pid": 1,
-        "tid": 1,
-        "ts": 5.5,
-        "dur": 2.0,
-        "args": {},
-        **more,
-    }
+    return span(name, 5.5, 2.0, **more)
 
 
 def written(path: Path, text: str) -> Path:

@@ -15,91 +15,65 @@ from torch import nn
 import mpkit as mk
 from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.trace import Kind
+from tests.kineto.program import Program
 from tests.serial import Clusters
 
 STEP, KERNEL = 10_000.0, 400.0  # us
 
 
-def reduce(
-    at: float, ranks: list[int], name: str, desc: str, elements: int, took: float = 900.0
-) -> dict[str, Any]:
-    """What a kernel of an all-reduce has in a file."""
-    args = {
-        "device": 0, "stream": 20, "Collective name": "allreduce", "dtype": "Float", "In msg nelems": elements,
-        "Out msg nelems": elements, "Group size": len(ranks), "Process Group Name": name,
-        "Process Group Description": desc, "Process Group Ranks": str(ranks),
-    }  # fmt: skip
+def on_gpu(name: str, start: float, length: float, stream: int, **args: Any) -> dict[str, Any]:
+    args = {"device": 0, "stream": stream, **args}
     return {
-        "ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "pid": 0, "tid": 20, "ts": at,
-        "dur": took, "args": args,
-    }  # fmt: skip
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": stream,
+        "ts": start,
+        "dur": length,
+        "args": args,
+    }
+
+
+def reduce(at: float, ranks: list[int], name: str, desc: str, elements: int, took: float) -> dict[str, Any]:
+    """What a kernel of an all-reduce has in a file."""
+    return on_gpu("ncclDevKernel_AllReduce_Sum_f32_RING_LL", at, took, 20, **{
+        "Collective name": "allreduce", "dtype": "Float", "In msg nelems": elements, "Out msg nelems": elements,
+        "Group size": len(ranks), "Process Group Name": name, "Process Group Description": desc,
+        "Process Group Ranks": str(ranks),
+    })  # fmt: skip
 
 
 def file_of(
-    path: Path, rank: int, world: int, *, offset: float = 0.0, tp: list[int] | None = None, dp: list[int] | None = None,
-    host: str = "",
-) -> Path:  # fmt: skip
+    path: Path, rank: int, world: int, *, tp: list[int], dp: list[int], offset: float = 0.0, host: str = ""
+) -> None:
     """Write three steps: a forward with an all-reduce among tp, a backward, and one among dp; times in us."""
-    events: list[dict[str, Any]] = []
+    program = Program(rank, world, host_name=host)
+    del program.header["distributedInfo"]["pg_config"]
     for step in range(3):
         at = 1e6 + offset + STEP * step
-
-        def host_event(cat: str, name: str, start: float, took: float, at: float = at) -> None:
-            events.append(
-                {
-                    "ph": "X",
-                    "cat": cat,
-                    "name": name,
-                    "pid": 9,
-                    "tid": 9,
-                    "ts": at + start,
-                    "dur": took,
-                    "args": {},
-                }
-            )
-
-        def kernel(start: float, number: int, at: float = at, step: int = step) -> None:
-            ids = {"correlation": 100 * step + number, "External id": 100 * step + number}
-            place = {"ph": "X", "dur": 5.0, "pid": 9, "tid": 9, "ts": at + start - 50.0, "args": ids}
-            events.append({**place, "cat": "cuda_runtime", "name": "cudaLaunchKernel"})
-            args = {**ids, "device": 0, "stream": 7}
-            where = {"pid": 0, "tid": 7, "ts": at + start, "dur": KERNEL, "args": args}
-            events.append({"ph": "X", "cat": "kernel", "name": "gemm", **where})
-
-        host_event("user_annotation", f"ProfilerStep#{step}", 0.0, STEP - 10)
-        host_event("user_annotation", "forward", 100.0, 2000.0)
-        host_event("user_annotation", "backward", 3000.0, 2000.0)
-        host_event("user_annotation", "Optimizer.step#AdamW.step", 7000.0, 600.0)
+        program.annotation(f"ProfilerStep#{step}", at, STEP - 10)
+        program.annotation("forward", at + 100.0, 2000.0)
+        program.annotation("backward", at + 3000.0, 2000.0)
+        program.annotation("Optimizer.step#AdamW.step", at + 7000.0, 600.0)
         for number, start in enumerate((200.0, 1600.0, 3100.0, 4000.0, 7100.0)):
-            kernel(start, number)
-        if tp:
-            events.append(reduce(at + 650.0 + 10 * rank, tp, "1", "mesh_tp", 4096, 900.0 - 10 * rank))
-            events.append(reduce(at + 2050.0, tp, "1", "mesh_tp", 4096, 300.0))
-        if dp:
-            events.append(reduce(at + 4500.0 + 10 * rank, dp, "2", "mesh_dp", 1 << 20, 1500.0 - 10 * rank))
-    said = {"backend": "nccl", "rank": rank, "world_size": world}
-    header = {
-        "distributedInfo": said,
-        "host_name": host,
-        "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
-    }
-    path.write_text(json.dumps({**header, "traceEvents": events}))
-    return path
+            ids = {"correlation": 100 * step + number, "External id": 100 * step + number}
+            program.span("cuda_runtime", "cudaLaunchKernel", at + start - 50.0, 5.0, **ids)
+            program.events.append(on_gpu("gemm", at + start, KERNEL, 7, **ids))
+        program.events += [
+            reduce(at + 650.0 + 10 * rank, tp, "1", "mesh_tp", 4096, 900.0 - 10 * rank),
+            reduce(at + 2050.0, tp, "1", "mesh_tp", 4096, 300.0),
+            reduce(at + 4500.0 + 10 * rank, dp, "2", "mesh_dp", 1 << 20, 1500.0 - 10 * rank),
+        ]
+    path.write_text(json.dumps(program.json()))
 
 
 def mesh_of_four(folder: Path, ranks: tuple[int, ...] = (0, 1, 2, 3), late: float = 0.0) -> Path:
     for rank in ranks:
         tp = [0, 1] if rank < 2 else [2, 3]
         dp = [0, 2] if rank % 2 == 0 else [1, 3]
-        file_of(
-            folder / f"worker_{3 - rank}.json",
-            rank,
-            4,
-            tp=tp,
-            dp=dp,
-            offset=late * (rank > 1),
-            host=f"node{rank // 2}",
-        )
+        path, host = folder / f"worker_{3 - rank}.json", f"node{rank // 2}"
+        file_of(path, rank, 4, tp=tp, dp=dp, offset=late * (rank > 1), host=host)
     return folder
 
 
