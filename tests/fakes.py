@@ -35,16 +35,12 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
-    "mlp": (lambda: MLP(2, 3, width=13, layers=3), lambda: spirals(6, 1)[0], F.cross_entropy),
+    "mlp": (lambda: MLP(2, 3, width=13, layers=3), lambda: spirals(6, 1)[0], F.cross_entropy)
 }
 
 
 def both(
-    clusters: Clusters,
-    kind: str,
-    plan: mk.Plan,
-    optimizer: Any,
-    **how: Any,
+    clusters: Clusters, kind: str, plan: mk.Plan, optimizer: Any, **how: Any
 ) -> tuple[mk.Trace, mk.Trace]:
     """The trace of a real run, and the fake one of the same."""
     model_fn, data, loss = MODELS[kind]
