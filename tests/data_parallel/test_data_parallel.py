@@ -18,6 +18,7 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.replicas.batchnorm import Alone, over_whole_batch
 from mpkit.strategies.runtime.train import Training
+from mpkit.trace import Kind
 from tests.serial import Clusters, Train, check_equal
 
 # ---- DDP equals serial training, and sends what torch's own DDP sends.
@@ -276,17 +277,22 @@ def test_parts_that_are_not_equal(train: Train) -> None:
         )
 
 
-def test_an_output_that_the_loss_leaves_out(train: Train) -> None:
-    data = [({"x": normal(8, 4), "tokens": torch.randint(5, (8,))}, normal(8, 2))]
-    with pytest.raises(mk.errors.MpkitError, match="does not use the model's outputs number 1"):
-        train(
-            Two().double(),
-            data,
-            mk.Plan.dp(2),
-            loss=lambda o, t: F.mse_loss(o[0], t),
-            optimizer=adamw,
-            steps=1,
-        )
+class Logits(nn.Linear):
+    """Returns losses by sample and, as models of transformers do, the logits, which the loss does not use."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = super().forward(x)
+        return logits.square().mean(1), logits
+
+
+def test_nothing_is_sent_back_for_an_output_that_the_loss_leaves_out(train: Train) -> None:
+    data = [(normal(8, 4), normal(8))]
+    run = check_equal(
+        train, Logits(4, 2).double(), data, mk.Plan.dp(2), loss=lambda o, t: o[0].mean(), optimizer=adamw
+    )
+    ops = run.trace.ranks[0].ops
+    returned = ops[(ops["kind"] == Kind.SCATTER) & (ops["step"] == 0)]["bytes"].tolist()
+    assert returned == [8 * 4 * 8, 8 * 8]  # the inputs; the gradient of the losses
 
 
 # ---- BatchNorm over all ranks' samples is torch.nn.BatchNorm on the whole batch.

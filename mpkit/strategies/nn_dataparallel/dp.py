@@ -239,7 +239,8 @@ class DP(GradientSync):
         outputs = self._work.forward(m, share)
         # ---- 3 gather
         gathered = [self._comm.gather(output.detach()) for output in outputs]
-        wants = [i for i, output in enumerate(outputs) if output.requires_grad]
+        specs = self._job.where.boundary(microbatch.key, 0).specs
+        wants = [i for i, spec in enumerate(specs) if spec.requires_grad]  # of what the loss uses
         like = {i: outputs[i].new_empty(1).expand_as(outputs[i]) for i in wants}
         del outputs  # held until the backward, unless it recomputes them
         loss: list[float] = []
@@ -303,9 +304,9 @@ class DP(GradientSync):
         unused = [i for i, end in enumerate(ends) if end.requires_grad and i not in gradients]
         if unused:
             raise MpkitError(
-                f"the loss does not use the model's outputs number {', '.join(map(str, unused))}, and DP sends the "
-                "gradient of each output back to its rank. Let the model return what the loss uses, or detach the "
-                f"others; or Plan.ddp({self._n}), which sends none."
+                f"the loss did not use the model's outputs number {', '.join(map(str, unused))} in this micro-batch, "
+                "and did before the start; DP sends the gradients of the same outputs back to their ranks in each. "
+                f"Plan.ddp({self._n}) sends none."
             )
         return [loss.item(), *(each.item() for each in count)], gradients
 

@@ -210,12 +210,26 @@ def _walk(
         operators.clear()
         result = _checked_loss(loss, given, targets)
         calls.append((operators.measured(), [result], leaves, None))
+        numbers[-1] = replace(numbers[-1], output=_as_the_loss_uses(value, leaves, result))
         numbers.append(LayerNumbers(Flops(), None))
     for handle in handles:
         handle.remove()
     if backwards is None:
         return numbers
     return [replace(each, flops=backwards.count(*made)) for each, made in zip(numbers, calls, strict=True)]
+
+
+def _as_the_loss_uses(outputs: Any, leaves: list[Tensor], loss: Tensor) -> Boundary | None:
+    """Return the boundary of the model's outputs; those that the loss does not use have no gradient."""
+    made, reached = Boundary.from_output(outputs), set(map(id, leaves_of([loss])))
+    if made is None:
+        return None
+    ends = zip(
+        dict.fromkeys(id(each) for each in _tensors(outputs) if each.requires_grad), leaves, strict=True
+    )
+    used = {number for number, leaf in ends if id(leaf) in reached}
+    specs = zip(made.specs, _tensors(outputs), strict=True)
+    return replace(made, specs=tuple(spec._replace(requires_grad=id(each) in used) for spec, each in specs))
 
 
 def _tensors(value: Any) -> list[Tensor]:
