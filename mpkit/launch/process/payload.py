@@ -26,14 +26,13 @@ from mpkit.strategies.packing.world import edited_functions, enter_world, pack_w
 __all__ = ["pack", "set_logging", "settings_here", "unpack"]
 
 
-def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
+def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
 
     This process's settings go before them (`mpkit.strategies.packing.world`).
 
     Args:
         function, args: what ranks call.
-        modules: the installed modules that define the model's classes.
 
     Raises:
         ValueError: something in them cannot be sent to another process (a lock, an open file, a generator).
@@ -55,7 +54,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[st
             f"{', '.join(edited[:5])}: ranks run the file as it is now, and it was edited since this process imported "
             f"it. Import it anew, importlib.reload({edited[0].partition('.')[0]}), and make the model again."
         )
-    return pack_world(modules) + file.getvalue()
+    return pack_world() + file.getvalue()
 
 
 def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:

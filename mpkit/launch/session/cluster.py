@@ -31,6 +31,7 @@ from mpkit.launch.session.cluster_checks import (
     place_ranks,
 )
 from mpkit.launch.session.helper import Helper, import_ahead
+from mpkit.strategies.packing.world import report_what_stays
 
 if TYPE_CHECKING:
     import torch
@@ -405,7 +406,7 @@ class Cluster:
         self._check_open(self.ranks)
         timeout = check_timeout(timeout)
         self._check_free()
-        payload = pack(fn, args, modules)
+        payload = pack(fn, args)
         settings = settings_here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
         )
@@ -414,6 +415,7 @@ class Cluster:
             from mpkit.launch.launched_rank import LaunchedRank
 
             self._latest = self._helper.latest = LaunchedRank(self._session, settings, payload, **how)
+            report_what_stays(modules)
             return self._latest
         refuse_second_launcher()
         with self._helper.launching:
@@ -423,7 +425,12 @@ class Cluster:
             self._latest = self._helper.latest = Launch(
                 fork_server, settings, payload, modules=modules, **how
             )
-            return self._latest
+        try:
+            report_what_stays(modules)  # while the ranks start
+        except UserWarning:  # the program's filters make errors of warnings
+            self._latest.end()
+            raise
+        return self._latest
 
 
 def borrow_cluster(given: Cluster | None, ranks: int = 1) -> AbstractContextManager[Cluster]:

@@ -15,6 +15,7 @@ The installed modules that define a model do not change while a notebook is open
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -29,9 +30,15 @@ import torch
 from torch import nn
 
 from mpkit.common.exceptions import report
-from mpkit.strategies.packing.packing import dumps
 
-__all__ = ["edited_functions", "enter_world", "installed_modules", "is_installed", "pack_world"]
+__all__ = [
+    "edited_functions",
+    "enter_world",
+    "installed_modules",
+    "is_installed",
+    "pack_world",
+    "report_what_stays",
+]
 
 
 def edited_functions(names: Iterable[str | None]) -> list[str]:
@@ -162,8 +169,17 @@ SETTINGS: dict[str, Setting] = {
 """How each setting is read, and set."""
 
 
-def pack_world(modules: Collection[str] = ()) -> bytes:
-    """Pickle this process's settings; report what ranks will not have."""
+def pack_world() -> bytes:
+    """Pickle this process's settings."""
+    return pickle.dumps({name: read() for name, (read, _) in SETTINGS.items()})
+
+
+def report_what_stays(modules: Collection[str] = ()) -> None:
+    """Report what this process has changed and ranks will not have.
+
+    Args:
+        modules: the installed modules that define the model's classes.
+    """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         report(
             "torch.autocast is on here and not on the ranks: mk.Plan(..., precision='bf16') trains in 16 bits."
@@ -173,7 +189,6 @@ def pack_world(modules: Collection[str] = ()) -> bytes:
             f"Ranks run {', '.join(patches[:5])} as the library has it, and not what this process has put in its "
             "place: they import the library anew. Make it a module of the model's own, such as class MySiLU(nn.Module)"
         )
-    return dumps({name: read() for name, (read, _) in SETTINGS.items()})
 
 
 def enter_world(settings: dict[str, Any]) -> None:
