@@ -20,7 +20,7 @@ from mpkit.trace import Kind
 
 # ---- Which rank gets which device: chosen from inventories of machines that are no real ones, and on CPUs for real.
 
-A100 = [Gpu(i, "A100", f"GPU-{i}a5f", f"00000000:0{i}:00.0", 80 << 30, 0, compute=(8, 0)) for i in range(4)]
+A100 = [Gpu(i, "A100", f"GPU-{i}a5f", f"00000000:0{i}:00.0", 80 << 30, compute=(8, 0)) for i in range(4)]
 T4_AND_A100 = [replace(A100[0], name="T4", memory=15 << 30, compute=(7, 5)), A100[1], A100[2]]
 
 

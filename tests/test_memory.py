@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.launch.out_of_memory import out_of_memory_text
+from mpkit.launch.failure import out_of_memory_text
 from mpkit.prediction.experiments.memory_by_strategy import formula, states_of
 from mpkit.trace import CATEGORIES, Trace
 from tests.serial import Clusters

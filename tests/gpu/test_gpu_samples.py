@@ -38,7 +38,7 @@ def settings(ranks: int = 2, **more: object) -> Settings:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """FakeNvml in place of pynvml, on a machine whose two GPUs CUDA_VISIBLE_DEVICES=1,0 has swapped."""
-    cards = [Gpu(i, "H100", uuid, f"0{i}", 80 << 30, 0) for i, uuid in enumerate([FIRST, SECOND])]
+    cards = [Gpu(i, "H100", uuid, f"0{i}", 80 << 30) for i, uuid in enumerate([FIRST, SECOND])]
     monkeypatch.setattr(
         gpu_sampler, "inventory_of", lambda kind: inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "1,0"}, 2)
     )

@@ -27,10 +27,7 @@ __all__ = [
 
 # ---- the table of GPUs that nvidia-smi prints
 
-COLUMNS = (
-    "index", "name", "uuid", "pci.bus_id", "memory.total", "memory.used", "utilization.gpu",
-    "driver_version", "compute_cap", "pcie.link.gen.max", "pcie.link.width.max",
-)  # fmt: skip
+COLUMNS = ("index", "name", "uuid", "pci.bus_id", "memory.total", "compute_cap")
 
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits")
 """The command whose output `parse_gpus` reads."""
@@ -43,11 +40,8 @@ class Gpu:
     Attributes:
         index: its number in PCI bus order, as nvidia-smi counts.
         name, uuid, bus_id: such as "NVIDIA A100-SXM4-80GB", "GPU-5d5b...", "00000000:07:00.0".
-        memory, used: bytes in all, and bytes in use by any process.
-        busy: percent of the last moments in which it computed.
-        driver: the driver's version.
+        memory: bytes in all; 0 where the driver says N/A.
         compute: its compute capability, such as (8, 0).
-        generation, lanes: PCI Express as the card and its slot together could do it.
     """
 
     index: int
@@ -55,21 +49,15 @@ class Gpu:
     uuid: str
     bus_id: str
     memory: int
-    used: int
-    busy: int | None = None
-    driver: str = ""
     compute: tuple[int, int] | None = None
-    generation: int | None = None
-    lanes: int | None = None
 
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Read the output of `QUERY`: one line per GPU.
 
-    >>> line = "0, Tesla T4, GPU-0f, 00000000:00:1E.0, 15360, 0, 3, 535.104.05, 7.5, 3, [N/A]"
-    >>> [gpu] = parse_gpus(line)
-    >>> gpu.name, gpu.memory >> 30, gpu.compute, gpu.lanes
-    ('Tesla T4', 15, (7, 5), None)
+    >>> [gpu] = parse_gpus("0, Tesla T4, GPU-0f, 00000000:00:1E.0, 15360, 7.5")
+    >>> gpu.name, gpu.memory >> 30, gpu.compute
+    ('Tesla T4', 15, (7, 5))
 
     Raises:
         ValueError: the text is no such table.
@@ -86,15 +74,9 @@ def _read_row(row: list[str]) -> Gpu:
     major, _, minor = value["compute_cap"].partition(".")
     return Gpu(
         int(value["index"]), value["name"], value["uuid"], value["pci.bus_id"],
-        (_number(value["memory.total"]) or 0) << 20, (_number(value["memory.used"]) or 0) << 20,
-        _number(value["utilization.gpu"]), value["driver_version"],
+        int(value["memory.total"]) << 20 if value["memory.total"].isdecimal() else 0,
         (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
-        _number(value["pcie.link.gen.max"]), _number(value["pcie.link.width.max"]),
     )  # fmt: skip
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
 
 
 # ---- which of them a program sees
@@ -124,7 +106,7 @@ class VisibleGpus:
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> VisibleGpus:
     """Return the GPUs that the environment lets a program see.
 
-    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30, 0) for i in range(4)]
+    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
     >>> seen = visible(cards, {"CUDA_VISIBLE_DEVICES": "2,0"})
     >>> [gpu.index for gpu in seen.gpus], seen.decided_by
     ([2, 0], 'CUDA_VISIBLE_DEVICES=2,0')
@@ -249,7 +231,7 @@ class Inventory:
 def inventory_of_gpus(gpus: list[Gpu], environment: Mapping[str, str], seen_by_torch: int) -> Inventory:
     """Return the inventory of NVIDIA GPUs; without names where what torch sees does not fit what the driver lists.
 
-    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30, 0) for i in range(4)]
+    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
     >>> found = inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
     >>> [(device.number, device.identity) for device in found.devices], found.decided_by
     ([(2, 'GPU-2a'), (0, 'GPU-0a')], 'CUDA_VISIBLE_DEVICES=2,0')

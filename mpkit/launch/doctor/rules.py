@@ -131,8 +131,8 @@ def gpus(facts: Facts) -> Found:
 def _as_gpus(listed: list[Facts]) -> list[Gpu]:
     return [
         Gpu(
-            number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"], gpu["used"], gpu["busy"],
-            compute=tuple(gpu["compute"]) if gpu["compute"] else None,
+            number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"],
+            tuple(gpu["compute"]) if gpu["compute"] else None,
         )
         for number, gpu in enumerate(listed)
     ]  # fmt: skip

@@ -233,7 +233,7 @@ def warm_up() -> None:
     for name in OPERATORS:  # torch looks for an operator's schema and handle at their first use
         if hasattr(torch.ops.c10d, name):
             place_of_group(name)
-            getattr(torch.ops.c10d, name).default._handle
+            assert getattr(torch.ops.c10d, name).default._handle is not None
     # Creating the first optimizer imports many modules (torch._dynamo).
     torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
     # What init_process_group empties on each rank is empty already: to free it there takes a millisecond.
