@@ -21,36 +21,20 @@ def _add_grade(commands: Commands) -> None:
     grade = add_command(
         commands, "grade", "grade the exercise notebooks of a class",
         "It runs each notebook in FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its own, checks the "
-        "answers on ranks, and writes a table of the class and a page with hints for each student. The table grows "
-        "with each notebook. The same command continues a grading that was stopped, and grades again only what has "
+        "answers on ranks, and writes a table of the class and, beside it, a page with hints for each student. The "
+        "table grows with each notebook. The same command continues a grading that was stopped, and grades again only what has "
         "changed. Each notebook is confined as far as this system permits without root; a first line says how far. "
         "Where the system permits nothing, grade strangers' notebooks in a container.",
-        example="mpkit grade handed-in/ --roster class.csv --due 2026-11-20", run=_grade,
+        example="mpkit grade handed-in/ -o grades.csv", run=_grade,
     )  # fmt: skip
     grade.add_argument("folder", type=Path, metavar="FOLDER", help="the folder with the notebooks")
     grade.add_argument(
         "-o", "--output", type=Path, default=Path("grades.csv"), metavar="FILE", help="file for the table"
     )
     grade.add_argument(
-        "--pages",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for the students' pages (default: beside the table)",
-    )
-    grade.add_argument(
         "--exercises", default="", metavar="NAMES",
         help="exercises to grade, as a list with commas (default: all families in a notebook)",
     )  # fmt: skip
-    _about_students(grade)
-    grade.add_argument(
-        "--gradescope", type=Path, metavar="PATH",
-        help="also write results.json for Gradescope: a .json file if all of FOLDER is one student's, or a folder "
-        "with a file per student",
-    )  # fmt: skip
-    grade.add_argument(
-        "-j", "--jobs", type=int, default=1, metavar="N", help="notebooks that are graded at once"
-    )
-    grade.add_argument("--again", action="store_true", help="grade unchanged notebooks again")
     grade.add_argument(
         "--seconds",
         type=float,
@@ -59,26 +43,6 @@ def _add_grade(commands: Commands) -> None:
     )
     grade.add_argument(
         "--memory", type=float, default=4.0, metavar="GIB", help="memory limit of a notebook in GiB"
-    )
-    grade.add_argument(
-        "--processes", type=int, default=40, metavar="N", help="processes that a notebook may run at once"
-    )
-
-
-def _about_students(grade: argparse.ArgumentParser) -> None:
-    """Add the options that say who the students are, and what they were given until when."""
-    grade.add_argument(
-        "--roster",
-        type=Path,
-        metavar="FILE",
-        help="names of all students, one per line or as CSV, so that the table lists who is missing. The CSV's columns "
-        "handed_in and due say when a student handed in, and until when they may",
-    )
-    grade.add_argument(
-        "--due",
-        metavar="TIME",
-        help="when the notebooks were due, such as 2026-11-20 or 2026-11-20T18:00. Late ones are marked, by the "
-        "roster's column handed_in, nbgrader's timestamp.txt, or the time of the file",
     )
 
 
@@ -101,8 +65,6 @@ def _grade(options: argparse.Namespace) -> None:
         import IPython  # noqa: F401  # the notebooks' processes need it
 
         from mpkit.course.grading.grade import grade
-        from mpkit.course.grading.report import write_gradescope
-        from mpkit.course.grading.roster import due_date, read_roster
         from mpkit.course.sandbox.guard import Guard
     except ImportError as error:
         raise ValueError(
@@ -111,26 +73,15 @@ def _grade(options: argparse.Namespace) -> None:
 
     if not options.output.parent.is_dir():
         raise ValueError(f"-o {options.output}: there is no folder {options.output.parent} to write it into")
-    guard = Guard(options.seconds, int(options.memory * 2**30), options.processes)
+    guard = Guard(options.seconds, int(options.memory * 2**30))
     names = tuple(name.strip() for name in options.exercises.split(",") if name.strip())
-    pages = options.pages or options.output.with_suffix("")
-    roster = read_roster(options.roster) if options.roster is not None else None
-    due = due_date(options.due) if options.due is not None else None
     try:
-        graded = grade(
-            options.folder, names, output=options.output, pages=pages, roster=roster, due=due,
-            again=options.again, guard=guard, jobs=options.jobs,
-        )  # fmt: skip
+        summary = grade(options.folder, names, output=options.output, guard=guard)
     except KeyboardInterrupt:
         said = f"interrupted; {options.output} has what is graded, and the same command goes on from there"
         print(f"mpkit: {said}", file=sys.stderr)
         raise SystemExit(130) from None
-    print(f"\n{graded.report}\n")
-    if options.gradescope is not None:
-        written = write_gradescope(options.gradescope, graded.grades)
-        print(f"{options.gradescope}: results.json for Gradescope, {len(written)} in all")
-    report = options.output.with_suffix(".class.html")
-    print(f"{options.output}: the class; {pages}: a page per student; {report}: what the class found hard")
+    print(f"\n{summary}\n\n{options.output}: the class; {options.output.with_suffix('')}: a page per student")
 
 
 def _exercises(options: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ WORDS = {
     "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks measure what each "
     "rank does against what a right answer needs: it may compute at most 1.75 times as much, use 3 times the memory "
     "for its own tensors, and send 2.5 times the bytes and 6 times as many messages and collectives. Serial training "
-    "on every rank is right, but not parallel. A box that asks for a prediction keeps your first number for the grade.",
+    "on every rank is right, but not parallel. A box that asks for a prediction keeps your first number.",
     "solved": "These are the solutions. Look at them once your answer passes, or if it has failed for too long.",
     "nbgrader": "Write your answer in the cells that say so, and run the check below each.",
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mpkit.common.disk import write_whole
 from mpkit.common.safe_text import escape
 from mpkit.common.size_limits import read_json, read_text
 from mpkit.course.catalogue import ExerciseEntry
@@ -18,7 +18,6 @@ __all__ = ["FILE", "ExerciseProgress", "Overview", "Progress", "StudentPredictio
 
 
 FILE = "mpkit-progress.json"
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -77,22 +76,24 @@ class Progress:
     def read(cls, folder: Path | None = None) -> Progress:
         """Read the progress file of a folder; None: of the current one, which is the notebook's.
 
-        A file that cannot be read is renamed, and progress begins anew.
+        Raises:
+            ValueError: The file cannot be read.
         """
         path = (folder if folder is not None else Path.cwd()) / FILE
+        if not path.is_file():
+            return cls(path, {})
         try:
             told = read_json(read_text(path))
-            if told["version"] != VERSION:
-                raise ValueError(f"version {told['version']}")
             predictions = {
                 name: StudentPrediction(**one) for name, one in told.get("predictions", {}).items()
             }
-            done = {name: ExerciseProgress(**one) for name, one in told["exercises"].items()}
-            return cls(path, done, predictions)
-        except FileNotFoundError:
-            return cls(path, {})
+            return cls(
+                path, {name: ExerciseProgress(**one) for name, one in told["exercises"].items()}, predictions
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return cls(_put_aside(path, error), {})
+            raise ValueError(
+                f"{path} has your progress, and cannot be read ({error}): move or remove it"
+            ) from None
 
     def add_check(self, name: str, passed: bool, answer: str = "", *, counts: bool = True) -> Progress:
         """Return the progress after one more check of an exercise.
@@ -118,31 +119,16 @@ class Progress:
 
     def write(self) -> None:
         """Write the file atomically; warn if it cannot be written."""
-        told: dict[str, object] = {"version": VERSION}
-        told["exercises"] = {name: vars(one) for name, one in sorted(self.done.items())}
-        if self.predictions:
-            told["predictions"] = {name: vars(one) for name, one in sorted(self.predictions.items())}
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+        told = {
+            "exercises": {name: vars(one) for name, one in sorted(self.done.items())},
+            "predictions": {name: vars(one) for name, one in sorted(self.predictions.items())},
+        }
         try:
-            partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
-            partial.replace(self.path)
+            write_whole(self.path, json.dumps(told, indent=1).encode())
         except OSError as error:
             warnings.warn(
                 f"your progress is not kept, since {self.path} cannot be written: {error}", stacklevel=3
             )
-
-
-def _put_aside(path: Path, error: Exception) -> Path:
-    aside = path.with_suffix(".broken.json")
-    try:
-        path.replace(aside)
-    except OSError:
-        aside = path
-    warnings.warn(
-        f"{path.name} could not be read ({error}); it lies in {aside.name} now, and progress begins anew",
-        stacklevel=4,
-    )
-    return path
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = [
-    "CHECKED", "NOT_JUDGED", "Checked", "NotSolved", "checked_html", "checked_of", "checked_text", "verdict_json",
+    "NOT_JUDGED", "Checked", "NotSolved", "checked_html", "checked_of", "checked_text", "verdict_json",
 ]  # fmt: skip
-
-CHECKED = "application/vnd.mpkit.checked+json"
-"""The type of the part of a check's output that a notebook keeps for the class report; browsers do not show it."""
 
 NOT_JUDGED = "not-judged"
 """In place of a mistake: the machine was too busy to run the ranks."""
@@ -98,8 +95,7 @@ class Checked:
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        kept = {"name": self.name, "passed": self.passed, "tries": self.tries, "mistake": self.mistake}
-        return {"text/html": checked_html(self), "text/plain": str(self), CHECKED: kept}
+        return {"text/html": checked_html(self), "text/plain": str(self)}
 
 
 def _ordinal(n: int) -> str:

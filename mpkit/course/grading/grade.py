@@ -2,7 +2,7 @@
 
 read       read all notebooks before the first of them runs
 kept       keep the grades of notebooks that have not changed since they were graded
-grade      run and judge the others: one after the other, or several at a time, each in a process of its own
+grade      run and judge the others, one after the other; while one is judged, the next one runs
 report     write each row as soon as it is known
 """
 
@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mpkit.common.safe_text import visible
 from mpkit.common.this_process import make_undumpable
 from mpkit.course.grading.grader import Grader
-from mpkit.course.grading.grades import Grade, GradeStore, key_of
-from mpkit.course.grading.report import ClassReport, GradeReport
-from mpkit.course.grading.roster import Roster
-from mpkit.course.grading.submissions import HandedIn, handed_in
-from mpkit.course.grading.workers import in_parallel
+from mpkit.course.grading.grades import Grade, GradeStore, key_of, totals
+from mpkit.course.grading.report import GradeReport
+from mpkit.course.grading.submissions import handed_in
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, way_to_enclose
 
-__all__ = ["ClassGrades", "grade"]
+__all__ = ["grade"]
 
 ENCLOSED = {
     "namespaces": "each notebook and each answer sees its own processes only, writes to a folder of its own only, and "
@@ -37,101 +34,62 @@ ENCLOSED = {
 }
 
 
-@dataclass(frozen=True)
-class ClassGrades:
-    """A graded class.
-
-    Attributes:
-        grades: the grades, in the order of the notebooks.
-        report: what the class found hard.
-    """
-
-    grades: tuple[Grade, ...]
-    report: ClassReport
-
-
 def grade(
     folder: Path,
     exercises: tuple[str, ...] = (),
     *,
-    output: Path | None = None,
-    pages: Path | None = None,
-    roster: Roster | None = None,
-    due: datetime | None = None,
-    again: bool = False,
+    output: Path,
     guard: Guard | None = None,
-    jobs: int = 1,
     say: Callable[[str], None] = print,
-) -> ClassGrades:
-    """Grade all notebooks below a folder.
+) -> str:
+    """Grade all notebooks below a folder, and return what the class found hard.
 
     This process adopts all processes that the notebooks leave behind, and ends them; it should do nothing else.
 
     Args:
         folder: the folder of notebooks; see `mpkit.course.grading.submissions`.
         exercises: the names of the exercises; none: all exercises of the families that a notebook contains.
-        output: the path of the table, which is written after each notebook. The grades are kept beside it, so that a
-            grading that was stopped can continue. None: write neither.
-        pages: the folder of the students' pages; None: write none.
-        roster: the names of all students, to list those who have handed in nothing; it may say when the others have.
-        due: when the notebooks were due; late ones are marked.
-        again: whether to grade again what is graded already.
+        output: the path of the table, which is written after each notebook. The students' pages and the grades so far,
+            from which a grading that was stopped continues, lie beside it.
         guard: the limits on running a notebook.
-        jobs: how many notebooks are graded at a time.
         say: called with one line per notebook.
 
     Raises:
-        ValueError: There is nothing to grade in the folder, or there are less than one job.
+        ValueError: There is nothing to grade in the folder, or the grades so far cannot be read.
     """
-    if jobs < 1:
-        raise ValueError(f"--jobs {jobs}: at least one notebook is graded at a time; --jobs 2 grades two")
     submissions = handed_in(folder, exercises)
-    guard = replace(guard or Guard(), hidden=tuple(_hideable(folder, pages)))
-    report = GradeReport(submissions, output, pages, roster, due)
+    guard = replace(guard or Guard(), hidden=tuple(_hideable(folder, output.with_suffix(""))))
+    report = GradeReport(submissions, output)
     keys = {each.name: key_of(each, guard) for each in submissions}
-    kept = GradeStore(output.with_suffix(".graded.jsonl") if output is not None else None, anew=again)
-    known = {each.name: old for each in submissions if (old := kept.get(keys[each.name], each)) is not None}
-    kept.begin({keys[name]: old for name, old in known.items()})
+    store = GradeStore(output.with_suffix(".graded.json"))
+    known = {each.name: old for each in submissions if (old := store.get(keys[each.name], each)) is not None}
     new = [each for each in submissions if each.name not in known]
     if known:
-        say(
-            f"{len(known)} of {len(submissions)} are graded already and have not changed (--again grades them too)"
-        )
+        say(f"{len(known)} of {len(submissions)} are graded already and have not changed")
     report.add(*known.values())
     adopt_orphans()
+    make_undumpable()
     say(ENCLOSED[way_to_enclose()])
-    for number, result in enumerate(_grades(new, guard, jobs), 1):
-        kept.add(keys[result.handed_in.name], result)
-        report.add(result)
-        say(f"{number}/{len(new)} {_in_a_line(result)}")
-    # Everything is written once more from memory, because a notebook may have changed the files in the meantime.
-    grades = report.finish()
-    kept.begin({keys[each.handed_in.name]: each for each in grades})
-    return ClassGrades(tuple(grades), report.of_class())
+    with Grader(guard) as grader:
+        for number, result in enumerate(grader.all(new), 1):
+            store.add(keys[result.handed_in.name], result)
+            report.add(result)
+            say(f"{number}/{len(new)} {_in_a_line(result)}")
+    report.finish()
+    return report.summary()
 
 
-def _hideable(*folders: Path | None) -> Iterator[str]:
+def _hideable(*folders: Path) -> Iterator[str]:
     """Yield the class's folders, so that no notebook reads another one; not one that has Python or mpkit in it."""
     needed = [os.path.realpath(path) for path in (*sys.path, sys.prefix, sys.base_prefix) if path]
-    for folder in folders:
-        if folder is not None:
-            path = os.path.realpath(folder)
-            if not any(f"{each}/".startswith(f"{path}/") for each in needed):
-                yield path
+    for path in map(os.path.realpath, folders):
+        if not any(f"{each}/".startswith(f"{path}/") for each in needed):
+            yield path
 
 
 def _in_a_line(result: Grade) -> str:
+    points, most = totals([result])
     notes = result.all_notes
     noted = f" ({visible(notes[0])})" if notes else ""
     judged = "" if result.is_whole else ", and not all is judged"
-    return f"{result.handed_in.student}: {result.total} of {result.most}{judged}{noted}"
-
-
-def _grades(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Iterator[Grade]:
-    """Yield the grades as they are finished; one at a time keeps the order."""
-    make_undumpable()
-    if jobs > 1 and len(submissions) > 1:
-        yield from in_parallel(submissions, guard, jobs)
-    elif submissions:
-        with Grader(guard) as grader:
-            yield from grader.all(submissions)
+    return f"{result.handed_in.student}: {points} of {most}{judged}{noted}"

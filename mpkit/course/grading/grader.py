@@ -25,16 +25,15 @@ from mpkit.course.framework.room import name_cell_lines
 from mpkit.course.grading.collect import ENDED, STARTED
 from mpkit.course.grading.grades import Grade
 from mpkit.course.grading.judge_process import Judges
-from mpkit.course.grading.submissions import HandedIn, NoNotebook, predictions_kept, read_file
+from mpkit.course.grading.submissions import HandedIn, NoNotebook, read_file
 from mpkit.course.judge import not_judged
-from mpkit.course.progress import FILE
-from mpkit.course.sandbox.guard import TOO_BUSY, Guard, answers_are_apart, sweep
+from mpkit.course.sandbox.guard import TOO_BUSY, Guard, sweep, way_to_enclose
 from mpkit.course.verdict import Checked
 
 __all__ = ["Grader", "environment"]
 
 AGAIN = "not judged, since this machine was too busy: the same command judges it again"
-NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
+NOT_APART = "this system encloses no processes: look at the answers yourself"
 
 
 class Grader:
@@ -65,10 +64,6 @@ class Grader:
         sweep(set)
         self._folder.cleanup()
 
-    def grade(self, each: HandedIn) -> Grade:
-        """Return the grade of one notebook."""
-        return _judge(each, self._collect(each), self._judges)
-
     def _collect(self, each: HandedIn) -> _NotebookAnswers:
         return _collect(each, self._guard, self._judges, self._base)
 
@@ -85,6 +80,7 @@ class Grader:
             finally:
                 for left in coming:
                     left.cancel()
+                sweep(set)  # interrupted: what runs ahead ends now, and not when its time is over
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -103,7 +99,6 @@ class _NotebookAnswers:
     answers: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
-    predictions: dict[str, float] = field(default_factory=dict)
     too_busy: str = ""
 
 
@@ -129,9 +124,8 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Noteb
         collected = _NotebookAnswers(notes=[f"the notebook did not run to its end: {why}"] if why else [])
         if why.endswith(TOO_BUSY):
             collected.too_busy = why
-        collected.notes += [] if answers_are_apart() else [NOT_APART]
+        collected.notes += [NOT_APART] if way_to_enclose() == "none" else []
         collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
-        collected.predictions = _read_predictions(_read_left_file(work / FILE))
         for entry in each.exercises:
             answer = _read_left_file(out / f"{entry.name}.answer")
             if answer is not None:
@@ -165,19 +159,7 @@ def _judge(each: HandedIn, collected: _NotebookAnswers, judges: Judges) -> Grade
             why = AGAIN
         if why:
             collected.remarks[entry.name] = why
-    predicted = collected.predictions | dict(
-        each.predicted
-    )  # a number that the student locked in counts first
-    predictions = {name: predicted.get(name) for name in each.questions}
-    return Grade(each, checked, collected.notes, collected.remarks, predictions)
-
-
-def _read_predictions(progress: bytes | None) -> dict[str, float]:
-    """Return the predictions that the notebook made while it ran, with calls such as `mk.predict("bubble", 0.25)`."""
-    try:
-        return predictions_kept(json.loads(progress or b"{}"))
-    except (ValueError, RecursionError):
-        return {}
+    return Grade(each, checked, collected.notes, collected.remarks)
 
 
 def _errors(log: bytes | None) -> list[str]:

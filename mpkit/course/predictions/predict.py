@@ -17,11 +17,7 @@ from mpkit.course.predictions.questions import PredictionQuestion, question
 from mpkit.course.progress import Progress, StudentPrediction
 from mpkit.views.theme import STATUS
 
-__all__ = ["PREDICTED", "Prediction", "PredictionOutcome", "box", "predict"]
-
-
-PREDICTED = "application/vnd.mpkit.predicted+json"
-"""The type of the part of an output that a notebook keeps for the grader; browsers do not show it."""
+__all__ = ["Prediction", "PredictionOutcome", "box", "predict"]
 
 
 @public
@@ -84,7 +80,7 @@ class Prediction:
 
         Args:
             shown: the number that a run measured, such as `run.timeline().bubble`. It is told beside theory's, by
-                which the prediction is judged here and in grading. None: only theory's is told.
+                which the prediction is judged. None: only theory's is told.
         """
         kept = self._stored_prediction
         theory = self.question.truth()
@@ -113,7 +109,7 @@ class Prediction:
         }
         if self.value is None:
             return {**box(self)._repr_mimebundle_(), **bundle}
-        return bundle | {PREDICTED: {"name": self.question.name, "value": self.value}}
+        return bundle
 
     @property
     def _stored_prediction(self) -> StudentPrediction | None:
@@ -163,10 +159,7 @@ class PredictionOutcome:
             f'<div style="border-left:4px solid {colour};padding:6px 12px;max-width:52em;line-height:1.5">'
             f"<b>{escape(head)}</b><br>{escape(' '.join(rest))}</div>"
         )
-        bundle: dict[str, Any] = {"text/plain": str(self), "text/html": html}
-        return bundle | (
-            {PREDICTED: {"name": self.question.name, "value": self.value}} if self.value is not None else {}
-        )
+        return {"text/plain": str(self), "text/html": html}
 
 
 def box(prediction: Prediction) -> Any:

@@ -16,10 +16,7 @@ from mpkit.course.predictions.amounts import spell_amount
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["POINTS", "QUESTIONS", "PredictionQuestion", "question"]
-
-POINTS = 2
-"""The points for a prediction: one for making it, one more if it is close."""
+__all__ = ["QUESTIONS", "PredictionQuestion", "question"]
 
 
 @dataclass(frozen=True)

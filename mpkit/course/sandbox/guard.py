@@ -29,7 +29,7 @@ from mpkit.course.sandbox import enclose
 from mpkit.course.sandbox.fair_clock import FairClock
 
 __all__ = [
-    "Guard", "adopt_orphans", "answers_are_apart", "enclose_command", "list_descendants", "sweep", "way_to_enclose",
+    "Guard", "adopt_orphans", "enclose_command", "list_descendants", "sweep", "way_to_enclose", "works_here",
 ]  # fmt: skip
 
 Keep = Callable[[], set[int]]
@@ -40,9 +40,6 @@ IMPORTS_TAKE = 120.0
 
 TOO_BUSY = "this machine is too busy"
 """The end of the reason why a command did not even start."""
-
-STOPPED_FOR = 10
-"""Consecutive checks for which a process may be stopped (SIGSTOP); after that it would never continue."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Guard:
             enclose_command(command, place, self.hidden), cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        clock, most, has_started, stopped, why = FairClock(), IMPORTS_TAKE, False, 0, ""
+        clock, most, has_started, why = FairClock(), IMPORTS_TAKE, False, ""
         while not why:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_EVERY)
@@ -91,13 +88,10 @@ class Guard:
             if not has_started and started.exists():
                 clock, most, has_started = FairClock(), self.seconds, True
             running = others(keep)
-            stopped = stopped + 1 if any(map(_is_stopped, running)) else 0
             if clock.look(process.pid for process in running) > most:
                 why = f"it took more than {self.seconds:g} s"
                 if not has_started:
                     why = f"Python and torch had not started after {IMPORTS_TAKE:g} s: {TOO_BUSY}"
-            elif stopped > STOPPED_FOR:
-                why = "it stopped itself, or one of its processes (SIGSTOP)"
             elif (written := _folder_bytes(place)) > self.memory:
                 why = f"it wrote {memory_text(written)}; {memory_text(self.memory)} are allowed"
             else:
@@ -138,49 +132,19 @@ def enclose_command(
     return [*begin, os.path.realpath(place), json.dumps(outermost), *command]
 
 
-JUDGE = """
-import os, subprocess, sys
-from mpkit.common.this_process import make_undumpable
-make_undumpable()
-assert os.readlink("/proc/self") == str(os.getpid())
-pipe = os.pipe()
-sys.exit(subprocess.run([*sys.argv[1:], os.readlink(f"/proc/self/fd/{pipe[1]}")]).returncode)
-"""
-"""A judge, as far as it matters here: it has a pipe, and runs a command that is enclosed once more."""
-
-RANK = """
-import glob, os, sys
-for end in glob.glob("/proc/[0-9]*/fd/*"):
-    try:
-        assert os.readlink(end) != sys.argv[2], "the judge's pipe is in reach"
-    except OSError:
-        pass
-open(sys.argv[1], "w").close()
-"""
-"""A rank that looks for the judge's pipe in all processes that it sees, and writes to its folder."""
-
-
 @functools.cache
 def way_to_enclose() -> str:
-    """Return the first of `enclose.WAYS` that works here; each is tried with a rank that tries to reach its judge."""
-    if sys.platform != "linux":
-        return "none"
-    return next((way for way in enclose.WAYS[:-1] if _works(way)), "none")
+    """Return the first of `enclose.WAYS` that works here, one enclosure within another."""
+    return next((way for way in enclose.WAYS[:-1] if sys.platform == "linux" and works_here(way)), "none")
 
 
-@functools.cache
-def answers_are_apart() -> bool:
-    """Return whether an answer on its ranks cannot reach the process that judges it."""
-    return way_to_enclose() != "none" or (sys.platform == "linux" and _works("none"))
-
-
-def _works(way: str) -> bool:
-    with tempfile.TemporaryDirectory(prefix="mpkit-grade-") as name:
-        place, ranks = Path(name), Path(name, "ranks")
-        ranks.mkdir()
-        rank = enclose_command([sys.executable, "-c", RANK, str(ranks / "x")], ranks, [], way)
-        judge = enclose_command([sys.executable, "-c", JUDGE, *rank], place, [], way)
-        return not subprocess.run(judge, cwd=place, capture_output=True, timeout=60).returncode
+def works_here(way: str) -> bool:
+    """Return whether a command runs that is enclosed twice, as an answer's ranks within their judge are."""
+    with tempfile.TemporaryDirectory(prefix="mpkit-grade-") as place:
+        command = [sys.executable, "-c", ""]
+        for _ in range(2):
+            command = enclose_command(command, Path(place), [], way)
+        return not subprocess.run(command, cwd=place, capture_output=True, timeout=60).returncode
 
 
 def sweep(keep: Keep) -> None:
@@ -234,13 +198,6 @@ def _resident(process: psutil.Process) -> int:
         return int(process.memory_info().rss)
     except psutil.Error:
         return 0
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
-    except psutil.Error:
-        return False
 
 
 def adopt_orphans() -> None:
