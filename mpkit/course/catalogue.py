@@ -49,7 +49,7 @@ class ExerciseEntry:
         """The exercise that its author wrote."""
         exercise = self.module.EXERCISE
         assert isinstance(exercise, Exercise)
-        return self.text.complete(exercise)
+        return exercise.complete(self.module, self.source.answer, self.text.parts)
 
     @cached_property
     def text(self) -> ExerciseText:

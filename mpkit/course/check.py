@@ -68,7 +68,7 @@ the type str; write mk.check('pass-the-token', pass_the_token), without quotes a
     Raises:
         ValueError: The answer cannot be called.
     """
-    if entry.exercise.called or callable(answer):
+    if callable(answer) or not callable(entry.exercise.solution):
         return
     wanted = entry.exercise.name_of_answer
     kind = "class" if wanted[0].isupper() else "function"

@@ -2,7 +2,12 @@
 
     # Pass a token round a ring
 
-    The task, in Markdown. {M} stands for the constant M of the Python file beside it; {SHARE:.0%} formats one.
+    - after: 00-start-here
+    - place: 20
+    - result: the token
+
+    The task, in Markdown, below attributes of `Exercise`. {M} stands for the constant M of the Python file beside it;
+    {SHARE:.0%} formats one.
 
     ## Start
 
@@ -29,13 +34,14 @@ blank or a minus stand in the solution, together and once; the line `@@` separat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from mpkit.course.framework.exercise import Exercise, Mistake
+from mpkit.course.framework.exercise import Mistake
 
 __all__ = ["PLACEHOLDER", "ExerciseText", "read_text"]
 
@@ -50,22 +56,14 @@ class ExerciseText:
     Attributes:
         path: the file.
         title: its first line.
-        task: the text that the student reads below the title.
-        start: the hint for a student who has not written anything yet.
-        mistakes: the mistakes.
-        otherwise: the hints if no mistake shows.
+        task: the text that the student reads.
+        parts: attributes of `Exercise`: the lines below the title, hints and mistakes.
     """
 
     path: Path
     title: str
     task: str
-    start: str = ""
-    mistakes: tuple[Mistake, ...] = ()
-    otherwise: tuple[str, ...] = ()
-
-    def complete(self, exercise: Exercise) -> Exercise:
-        """Return the exercise of the Python file with the hints and mistakes of this one."""
-        return replace(exercise, start=self.start, mistakes=self.mistakes, otherwise=self.otherwise)
+    parts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,12 @@ def read_text(path: Path, module: ModuleType, solution: str) -> ExerciseText:
     first, *sections = _sections(path)
     if not re.fullmatch(r"# \S.*", first.lines[0]):
         raise _error(path, 1, "the first line is the title: # Pass a token round a ring")
-    values: dict[str, str | tuple[str, ...]] = {}
+    head, _, task = first.text(module).partition("\n\n")
+    values: dict[str, Any] = dict(re.findall(r"^- (after|place|result|predict): (.+)$", head, re.M))
+    if len(values) != len(head.split("\n")) or not {"after", "place"} <= values.keys():
+        raise _error(path, 3, "below the title come - after: 04-zero, - place: 20, and, if it has them, - result: "
+                     "what is compared, - predict: a question; then an empty line")  # fmt: skip
+    values["place"] = float(values["place"])
     mistakes: list[Mistake] = []
     for section in sections:
         if section.heading == "Start":
@@ -118,7 +121,7 @@ def read_text(path: Path, module: ModuleType, solution: str) -> ExerciseText:
                 path, section.number, f"there is no section {section.heading!r}: write ## Start, "
                 "## Mistake: its-name or ## Otherwise",
             )  # fmt: skip
-    return ExerciseText(path, first.heading, first.text(module), mistakes=tuple(mistakes), **values)  # type: ignore[arg-type]
+    return ExerciseText(path, first.heading, task, {**values, "mistakes": mistakes})
 
 
 def _sections(path: Path) -> Iterator[_Section]:

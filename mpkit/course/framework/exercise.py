@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -233,35 +234,38 @@ class Exercise(ABC):
 
     The module that defines an exercise has the rest of its code. The module's name is the exercise's name, and the
     code between `# %% answer` and `# %% checks` is the student's cell, in which the student writes the lines between
-    `### BEGIN SOLUTION` and `### END SOLUTION`. The text is in the file of the same name that ends in `.md`
-    (`mpkit.course.exercise_text`), from which `start`, `mistakes` and `otherwise` are read.
+    `### BEGIN SOLUTION` and `### END SOLUTION`. The text is in the file of the same name that ends in `.md`.
+    `complete` puts all together: only what is special to an exercise is written as an argument.
 
     Attributes:
-        solution: the right answer: a function, class or value of that cell.
-        start: the hint for a student who has not written anything yet.
+        solution: the right answer: the function, class or value that the cell defines last.
+        name_of_answer: the name that the cell gives to it.
+        start: from the text, as all that follow: the hint for a student who has not written anything yet.
         mistakes: three or more; the one that shows gives the hint.
         otherwise: the hints if no mistake shows.
         after: the tutorial notebook that prepares for the exercise, such as "03-data-parallel".
         place: the number by which the exercises of a family are sorted.
-        points: the points in grading.
-        called: the name that the cell gives to the answer if it is neither a function nor a class.
         predict: the question of `mk.predict` that a student's notebook asks before the answer's cell; "": none.
+        result: what is compared with what is expected, in words, such as "the sum".
+        points: the points in grading.
     """
 
-    solution: Any
-    after: str
-    place: float
-    points: int = 10
-    called: str = ""
-    predict: str = ""
+    solution: Any = None
+    name_of_answer: str = ""
     start: str = ""
     mistakes: Sequence[Mistake] = ()
     otherwise: Sequence[str] = ()
+    after: str = ""
+    place: float = 0.0
+    predict: str = ""
+    result: str = ""
+    points: int = 10
 
-    @property
-    def name_of_answer(self) -> str:
-        """The name that the student's cell gives to the answer."""
-        return self.called or str(self.solution.__name__)
+    def complete(self, module: ModuleType, name_of_answer: str, texts: Mapping[str, Any]) -> Self:
+        """Return the exercise with its text's parts, and with the functions that its module calls like an attribute."""
+        own = {each.name: getattr(module, each.name) for each in fields(self) if hasattr(module, each.name)}
+        own |= {"solution": getattr(module, name_of_answer), "name_of_answer": name_of_answer}
+        return replace(self, **{**own, **texts})
 
     @abstractmethod
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:

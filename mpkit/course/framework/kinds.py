@@ -41,6 +41,15 @@ def call_with(inputs: Callable[[Case, int], Sequence[Any]]) -> Callable[[Context
     return lambda ctx, answer, case: answer(ctx, *inputs(case, ctx.rank))
 
 
+def _is_the_modules(*_: Any) -> Any:
+    """Stand for a function that the exercise's module defines (`Exercise.complete`)."""
+    raise NotImplementedError
+
+
+def _never(_: Seen) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnRanks(Exercise):
     """An exercise whose answer runs on ranks.
@@ -50,26 +59,24 @@ class OnRanks(Exercise):
         play: play(ctx, answer, case) runs on every rank; what it returns is checked. `call_with` writes the simplest.
         expected: expected(case) returns what `play` should return, by rank.
         together: together(case, results) returns what is compared with `expected`, by rank, where that takes the
-            results of all ranks: parts that the ranks choose, which have to make a whole. None: the results themselves.
-        result: what `play` returns, in words, such as "the sum".
+            results of all ranks: parts that the ranks choose, which have to make a whole.
         budgets: the budgets, checked once all results of a case are right.
-        raced: whether something was read before it had arrived: such results differ from run to run. None: nothing can.
+        raced: whether something was read before it had arrived: such results differ from run to run.
     """
 
     cases: Sequence[Case]
-    play: Callable[[Context, Answer, Case], Any]
-    expected: Callable[[Case], Sequence[Any]]
-    result: str
     budgets: Sequence[Budget] = ()
+    play: Callable[[Context, Answer, Case], Any] = _is_the_modules
+    expected: Callable[[Case], Sequence[Any]] = _is_the_modules
     together: Callable[[Case, list[Any]], list[Any]] | None = None
-    raced: Callable[[Seen], Any] | None = None
+    raced: Callable[[Seen], Any] = _never
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer case by case."""
         for case in self.cases:
             seen = replace(self._play_case(answer, case, room), expected=self.expected(case))
             row = self._result(seen)
-            if not row.ok and seen.is_finished and self.raced is not None and self.raced(seen):
+            if not row.ok and seen.is_finished and self.raced(seen):
                 row = replace(row, seen=replace(seen, raced=True))
             yield row
             if not row.ok:
@@ -120,7 +127,7 @@ class Questions(Exercise):
         within: by question, how far a number may be off, as a share of the right one; 0.01 for all others.
     """
 
-    truth: Callable[[Room], Mapping[str, Any]]
+    truth: Callable[[Room], Mapping[str, Any]] = _is_the_modules
     within: Mapping[str, float] = field(default_factory=dict)
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:

@@ -8,6 +8,7 @@ plain      the solution without its markers
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 from dataclasses import dataclass
@@ -57,6 +58,15 @@ class ExerciseSource:
     def plain(self) -> str:
         """The solution without its markers and without the `# instead:` lines."""
         return re.sub(rf"^ *({BEGIN}|{END}|# instead:.*)\n", "", self.solution, flags=re.M)
+
+    @property
+    def answer(self) -> str:
+        """The name of the answer: what the cell defines last."""
+        *_, last = ast.parse(self.solution).body
+        if isinstance(last, ast.FunctionDef | ast.ClassDef):
+            return last.name
+        assert isinstance(last, ast.Assign), "the answer's cell ends with a function, a class or a value"
+        return ast.unparse(last.targets[0])
 
     @property
     def has_instead(self) -> bool:

@@ -109,7 +109,7 @@ class GradeStore:
                 self._grades = dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{path} has the grades so far, and cannot be read ({error}): remove it, and all notebooks are graded again"
+                f"{path} has the grades so far, and cannot be read ({error}): remove it to grade all notebooks again"
             ) from None
 
     def get(self, key: str, handed_in: HandedIn) -> Grade | None:

@@ -102,7 +102,6 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
 
 
 EXERCISE = OnRanks(
-    solution=choose_the_degrees,
     cases=(
         Case(1, 1, {"model": "1.3B", "gpus": 8, "a_node": 8, "memory": 80, "batch": 64}),
         Case(1, 2, {"model": "22B", "gpus": 24, "a_node": 8, "memory": 32, "batch": 128}),
@@ -110,10 +109,5 @@ EXERCISE = OnRanks(
         Case(1, 4, {"model": "175B", "gpus": 16, "a_node": 8, "memory": 80, "batch": 64}),
         Case(1, 6, {"model": "6.7B", "gpus": 16, "a_node": 2, "memory": 32, "batch": 4}),
         Case(1, 5, {"model": "76B", "gpus": 64, "a_node": 8, "memory": 80, "batch": 32}),
-    ),
-    play=play,
-    expected=expected,
-    result="the degrees",
-    after="10-will-it-fit",
-    place=40,
+    )
 )

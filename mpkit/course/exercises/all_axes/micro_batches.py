@@ -86,7 +86,6 @@ def expected(case: Case) -> list[object]:
 
 
 EXERCISE = OnRanks(
-    solution=micro_batches,
     cases=(
         Case(2, 1, {"pp": 1, "dp": 2, "tp": 1, "batch": 12, "microbatches": 3}),
         Case(4, 2, {"pp": 1, "dp": 2, "tp": 2, "batch": 16, "microbatches": 2}),
@@ -96,10 +95,5 @@ EXERCISE = OnRanks(
         ),  # both divide it, their product not
         Case(3, 6, {"pp": 1, "dp": 3, "tp": 1, "batch": 12, "microbatches": 2}),
         Case(8, 4, {"pp": 2, "dp": 2, "tp": 2, "batch": 24, "microbatches": 3}),
-    ),
-    play=play,
-    expected=expected,
-    result="the micro-batches",
-    after="08-three-dimensions",
-    place=20,
+    )
 )

@@ -117,11 +117,7 @@ def largest(case: Case) -> int:
 
 
 EXERCISE = OnRanks(
-    solution=Zero1,
     cases=(Case(2, 1, {"dp": 2}), Case(4, 2, {"dp": 2}), Case(6, 3, {"dp": 2}), Case(6, 4, {"dp": 3})),
-    play=play,
-    expected=expected,
-    result="the parameters after two steps",
     budgets=(
         Budget(
             "bytes of optimizer states on a rank",
@@ -137,6 +133,4 @@ EXERCISE = OnRanks(
             "bytes",
         ),
     ),
-    after="08-three-dimensions",
-    place=30,
 )

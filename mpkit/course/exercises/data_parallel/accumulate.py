@@ -68,16 +68,12 @@ def expected(case: Case) -> list[object]:
 MODEL = list(serial.model(0).parameters())
 
 EXERCISE = OnRanks(
-    solution=accumulate,
     cases=(
         Case(2, 1, {"microbatches": 3}),
         Case(3, 2, {"microbatches": 2}),
         Case(2, 4, {"microbatches": 1}),
         Case(4, 3, {"microbatches": 4}),
     ),
-    play=play,
-    expected=expected,
-    result="weights after 3 steps",
     budgets=(
         Budget("all-reduces in an optimizer step", lambda s: calls(Kind.ALL_REDUCE)(s) / STEPS, len(MODEL)),
         Budget("payload", payload, STEPS * sum(parameter.nbytes for parameter in MODEL), "bytes"),
@@ -85,6 +81,4 @@ EXERCISE = OnRanks(
             "peak of the activations of a rank", peak("activations"), 2 * serial.outputs(SAMPLES), "bytes"
         ),
     ),
-    after="03-data-parallel",
-    place=70,
 )

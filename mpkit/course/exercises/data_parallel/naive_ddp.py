@@ -46,19 +46,13 @@ def expected(case: Case) -> list[object]:
 MODEL = list(serial.model(0).parameters())
 
 EXERCISE = OnRanks(
-    solution=naive_ddp,
     cases=(
         Case(2, 1, {"optimizer": "SGD"}),
         Case(3, 2, {"optimizer": "Adam"}),
         Case(4, 3, {"optimizer": "SGD"}),
     ),
-    play=play,
-    expected=expected,
-    result="weights after 3 steps",
     budgets=(
         Budget("all-reduces", calls(Kind.ALL_REDUCE), STEPS * len(MODEL)),
         Budget("payload", payload, (STEPS + 1) * sum(p.nbytes for p in MODEL), "bytes"),
     ),
-    after="03-data-parallel",
-    place=30,
 )

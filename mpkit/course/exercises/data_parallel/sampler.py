@@ -69,11 +69,5 @@ def expected(case: Case) -> list[object]:
 
 
 EXERCISE = OnRanks(
-    solution=shard,
-    cases=(Case(2, 1, {"samples": 24}), Case(3, 2, {"samples": 32}), Case(4, 3, {"samples": 41})),
-    play=play,
-    expected=expected,
-    result="shards of 3 epochs",
-    after="03-data-parallel",
-    place=90,
+    cases=(Case(2, 1, {"samples": 24}), Case(3, 2, {"samples": 32}), Case(4, 3, {"samples": 41}))
 )

@@ -50,20 +50,14 @@ def expected(case: Case) -> list[object]:
 MODEL = list(serial.model(0).parameters())
 
 EXERCISE = OnRanks(
-    solution=uneven,
     cases=(
         Case(2, 1, {"samples": [4, 4]}),
         Case(2, 2, {"samples": [4, 1]}),
         Case(3, 3, {"samples": [3, 2, 2]}),
         Case(4, 4, {"samples": [2, 2, 1, 0]}),
     ),
-    play=play,
-    expected=expected,
-    result="loss and gradients",
     budgets=(
         Budget("collectives", collectives, len(MODEL) + 2),
         Budget("payload", payload, sum(parameter.nbytes for parameter in MODEL) + 64, "bytes"),
     ),
-    after="03-data-parallel",
-    place=80,
 )

@@ -58,12 +58,7 @@ def gone_on(seen: Seen) -> float:
 
 
 EXERCISE = OnRanks(
-    solution=train_and_save,
     cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
     play=call_with(inputs),
-    expected=expected,
-    result="what was saved",
     budgets=(Budget("ranks that go on before it is saved", gone_on, 0),),
-    after="04-zero",
-    place=40,
 )

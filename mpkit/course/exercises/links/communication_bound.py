@@ -81,16 +81,10 @@ def _case(ranks: int, latency: float, bandwidth: float, teraflops: float, h: int
 
 
 EXERCISE = OnRanks(
-    solution=communication_bound,
     cases=(
         _case(4, 8.0, 100.0, 100.0, 8192),
         _case(2, 5.0, 450.0, 400.0, 4096),
         _case(2, 20.0, 12.5, 100.0, 2048),
         _case(4, 3.0, 50.0, 400.0, 12288),
-    ),
-    play=play,
-    expected=expected,
-    result="tokens per rank",
-    after="02-links-and-collectives",
-    place=35,
+    )
 )

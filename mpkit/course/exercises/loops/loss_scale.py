@@ -114,15 +114,9 @@ def expected(case: Case) -> list[dict[str, Any]]:
 
 
 EXERCISE = OnRanks(
-    solution=LossScale,
     cases=(
         Case(1, 3, {"growth": 2.0, "backoff": 0.5, "interval": 4}),
         Case(1, 1, {"growth": 2.0, "backoff": 0.5, "interval": 3}),
         Case(1, 2, {"growth": 1.5, "backoff": 0.25, "interval": 2}),
-    ),
-    play=play,
-    expected=expected,
-    result=f"steps, scales and weights of {STEPS} steps",
-    after="04-zero",
-    place=20,
+    )
 )

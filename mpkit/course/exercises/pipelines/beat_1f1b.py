@@ -26,13 +26,6 @@ P, M, CAP = 4, 6, 3
 
 
 EXERCISE = Schedules(
-    solution=mine,
-    called="mine",
     cases=(Case(P, 1, {"microbatches": M}),),
-    budgets=(
-        Budget("live micro-batches of a rank", live, CAP),
-        Budget("bubble", bubble, 0.2999),
-    ),
-    after="05-schedules",
-    place=80,
+    budgets=(Budget("live micro-batches of a rank", live, CAP), Budget("bubble", bubble, 0.2999)),
 )

@@ -28,7 +28,6 @@ def held(case: Case) -> float:
 
 
 EXERCISE = Schedules(
-    solution=interleaved,
     cases=(
         Case(2, 1, {"microbatches": 4, "virtual_stages": 2}),
         Case(3, 2, {"microbatches": 6, "virtual_stages": 2}),
@@ -44,6 +43,4 @@ EXERCISE = Schedules(
         ),
         Budget("live activations of stages", live, held),
     ),
-    after="05-schedules",
-    place=60,
 )

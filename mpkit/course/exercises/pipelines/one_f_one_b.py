@@ -29,7 +29,6 @@ def live_on_the_last_rank(seen: Seen) -> float:
 
 
 EXERCISE = Schedules(
-    solution=one_f_one_b,
     cases=(
         Case(2, 1, {"microbatches": 4}),
         Case(3, 2, {"microbatches": 6}),
@@ -43,7 +42,4 @@ EXERCISE = Schedules(
         ),
         Budget("live micro-batches of the last rank", live_on_the_last_rank, 1),
     ),
-    after="05-schedules",
-    predict="1f1b-live",
-    place=50,
 )

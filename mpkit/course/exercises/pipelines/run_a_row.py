@@ -166,22 +166,16 @@ def left_alone(seen: Seen) -> float:
 
 
 EXERCISE = OnRanks(
-    solution=run_a_row,
     cases=(
         Case(2, 1, {"schedule": "gpipe", "microbatches": 1}),
         Case(3, 3, {"schedule": "gpipe", "microbatches": 5}),
         Case(2, 2, {"schedule": "1f1b", "microbatches": 16}),
         Case(4, 4, {"schedule": "1f1b", "microbatches": 6}),
     ),
-    play=play,
-    expected=expected,
-    result="the gradients of the stage, and the order of its actions",
     budgets=(
         Budget(HELD, peak("activations"), enough, "bytes"),
         Budget(LEFT_ALONE, left_alone, 0),
         Budget("messages that a rank sends", messages, lambda case: 2 * case["microbatches"]),
         Budget("collectives", collectives, 0),
     ),
-    after="05-schedules",
-    place=55,
 )

@@ -29,12 +29,9 @@ def split_the_backward(p: int, m: int) -> list[str]:
 
 # %% checks
 EXERCISE = Schedules(
-    solution=split_the_backward,
     cases=(Case(2, 1, {"microbatches": 4}), Case(3, 2, {"microbatches": 4}), Case(4, 3, {"microbatches": 8})),
     budgets=(
         Budget("live micro-batches of a rank", live, lambda case: float(case.ranks)),
         Budget("bubble", bubble, lambda case: (case.ranks - 1) / (3 * case["microbatches"] + case.ranks - 1)),
     ),
-    after="05-schedules",
-    place=70,
 )

@@ -79,15 +79,9 @@ def expected(case: Case) -> list[object]:
 
 
 EXERCISE = OnRanks(
-    solution=tied_embeddings,
     cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
-    play=play,
-    expected=expected,
-    result="the parameters after two steps",
     budgets=(
         Budget("collectives that a rank takes part in", collectives, STEPS),
         Budget("bytes of the collectives of a rank", payload, STEPS * WORDS * WIDTH * 8, "bytes"),
     ),
-    after="06-real-models",
-    place=100,
 )

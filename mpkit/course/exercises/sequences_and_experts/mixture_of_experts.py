@@ -97,19 +97,9 @@ def expected(case: Case) -> list[dict[str, object]]:
 
 
 EXERCISE = OnRanks(
-    solution=mixture,
-    cases=(
-        Case(2, 91, {"capacity": TOKENS}),
-        Case(3, 92, {"capacity": 3}),
-        Case(4, 93, {"capacity": 2}),
-    ),
-    play=play,
-    expected=expected,
-    result="results and gradients",
+    cases=(Case(2, 91, {"capacity": TOKENS}), Case(3, 92, {"capacity": 3}), Case(4, 93, {"capacity": 2})),
     budgets=(
         Budget(CALLS, collectives, 4),
         Budget(SENT, payload, lambda case: 4 * case.ranks * case["capacity"] * width(case) * 8, "bytes"),
     ),
-    after="12-long-sequences-and-experts",
-    place=30,
 )

@@ -98,16 +98,9 @@ def limit(case: Case) -> float:
 
 
 EXERCISE = OnRanks(
-    solution=deal_tokens,
     cases=(Case(2, 1, {"documents": 2}), Case(3, 5, {"documents": 3}), Case(4, 2, {"documents": 5})),
-    play=play,
-    expected=expected,
-    together=together,
-    result="the attention of all tokens",
     budgets=(
         Budget(WORK, most("pairs"), limit),
         Budget(STRETCHES, most("stretches"), lambda case: 2 * case["documents"]),
     ),
-    after="12-long-sequences-and-experts",
-    place=25,
 )

@@ -61,15 +61,9 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
 
 
 EXERCISE = OnRanks(
-    solution=ulysses,
     cases=(Case(2, 81, {"heads": 2}), Case(2, 82, {"heads": 6}), Case(4, 83, {"heads": 4})),
-    play=play,
-    expected=expected,
-    result="the attention and its gradients",
     budgets=(
         Budget(CALLS, collectives, 8),
         Budget(SENT, payload, lambda case: 8 * B * LENGTH * case["heads"] * D * 8, "bytes"),
     ),
-    after="12-long-sequences-and-experts",
-    place=20,
 )

@@ -93,12 +93,6 @@ def bound(case: Case) -> float:
 
 
 EXERCISE = OnRanks(
-    solution=train,
     cases=(Case(2, 1, {"steps": 4}), Case(3, 2, {"steps": 4}), Case(4, 3, {"steps": 4})),
-    play=play,
-    expected=expected,
-    result="losses and weights",
     budgets=(Budget("payload", payload, bound, "bytes"),),
-    after="03-data-parallel",
-    place=60,
 )

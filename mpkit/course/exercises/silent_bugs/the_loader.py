@@ -70,12 +70,4 @@ def expected(case: Case) -> list[serial.Outcome]:
     return [{**trained, "samples": case["steps"] * size(case) // case.ranks}] * case.ranks
 
 
-EXERCISE = OnRanks(
-    solution=train,
-    cases=(Case(2, 1, {"steps": 4}), Case(3, 2, {"steps": 3}), Case(4, 3, {"steps": 5})),
-    play=play,
-    expected=expected,
-    result="losses, weights and samples",
-    after="03-data-parallel",
-    place=20,
-)
+EXERCISE = OnRanks(cases=(Case(2, 1, {"steps": 4}), Case(3, 2, {"steps": 3}), Case(4, 3, {"steps": 5})))

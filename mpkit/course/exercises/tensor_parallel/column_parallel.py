@@ -63,12 +63,6 @@ def expected(case: Case) -> list[dict[str, Tensor | None]]:
 
 
 EXERCISE = OnRanks(
-    solution=column_parallel,
     cases=(Case(2, seed=11), Case(3, seed=12), Case(4, seed=13)),
-    play=play,
-    expected=expected,
-    result="Y and gradients",
     budgets=(Budget("collectives", collectives, 1), Budget(SENT, payload, ROWS * H * 8, "bytes")),
-    after="07-tensor-parallel",
-    place=10,
 )

@@ -122,16 +122,10 @@ def sent(case: Case) -> float:
 
 
 EXERCISE = OnRanks(
-    solution=sequence_parallel,
     cases=(Case(2, seed=61), Case(3, seed=62), Case(4, seed=63)),
-    play=play,
-    expected=expected,
-    result="result and gradients",
     budgets=(
         Budget(CALLS, collectives, 6),
         Budget(SENT, ring, sent, "bytes"),
         Budget(HELD, kept, lambda case: (1.35 + 3 / case.ranks) * WHOLE, "bytes"),
     ),
-    after="07-tensor-parallel",
-    place=60,
 )

@@ -64,16 +64,10 @@ def expected(case: Case) -> list[dict[str, object]]:
 
 
 EXERCISE = OnRanks(
-    solution=clip_by_norm,
     cases=(
         Case(2, seed=61, sizes={"max_norm": 2.0}),
         Case(3, seed=62, sizes={"max_norm": 100.0}),
         Case(4, seed=63, sizes={"max_norm": 0.5}),
     ),
-    play=play,
-    expected=expected,
-    result="norm and gradients",
     budgets=(Budget("collectives", collectives, 1), Budget(SENT, payload, 8, "bytes")),
-    after="04-zero",
-    place=70,
 )

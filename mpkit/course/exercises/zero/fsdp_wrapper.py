@@ -148,16 +148,10 @@ def held(case: Case) -> float:
 
 
 EXERCISE = OnRanks(
-    solution=Sharded,
     cases=(Case(2, seed=91), Case(3, seed=92)),
-    play=play,
-    expected=expected,
-    result=f"losses, shards and what is left in {STEPS} steps",
     budgets=(
         Budget(HELD, peak(), held, "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 3 * (case.ranks - 1) * shard_numbers(case) * 8 + 1, "bytes"),
         Budget("collectives", collectives, STEPS * 3 * 2 * BLOCKS),
     ),
-    after="09-your-own-program",
-    place=45,
 )

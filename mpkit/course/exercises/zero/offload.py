@@ -64,17 +64,11 @@ def shard_bytes(case: Case) -> int:
 
 
 EXERCISE = OnRanks(
-    solution=offload,
     cases=(Case(2, seed=51), Case(3, seed=52), Case(4, seed=53)),
-    play=play,
-    expected=expected,
-    result=f"the weights after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), 0, "bytes"),
         Budget(UP, copied_bytes(Kind.COPY_TO_DEVICE), lambda case: STEPS * shard_bytes(case), "bytes"),
         Budget(DOWN, copied_bytes(Kind.COPY_TO_HOST), lambda case: (STEPS + 1) * shard_bytes(case), "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
-    after="04-zero",
-    place=60,
 )

@@ -61,17 +61,10 @@ def shard_bytes(case: Case) -> int:
 
 
 EXERCISE = OnRanks(
-    solution=zero_1,
     cases=(Case(2, seed=11), Case(3, seed=12), Case(4, seed=13)),
-    play=play,
-    expected=expected,
-    result=f"the weights after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
         Budget("collectives", collectives, 2 * STEPS),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
-    after="04-zero",
-    predict="zero-1-bytes",
-    place=20,
 )
