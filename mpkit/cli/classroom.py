@@ -22,9 +22,9 @@ def _add_grade(commands: Commands) -> None:
         commands, "grade", "grade the exercise notebooks of a class",
         "It runs each notebook in FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its own, checks the "
         "answers on ranks, and writes a table of the class and, beside it, a page with hints for each student. The "
-        "table grows with each notebook. The same command continues a grading that was stopped, and grades again only what has "
-        "changed. Each notebook is confined as far as this system permits without root; a first line says how far. "
-        "Where the system permits nothing, grade strangers' notebooks in a container.",
+        "table grows with each notebook. The same command continues a grading that was stopped, and grades again only "
+        "what has changed. Each notebook is confined as far as this system permits without root; a first line says how "
+        "far. Where the system permits nothing, grade strangers' notebooks in a container.",
         example="mpkit grade handed-in/ -o grades.csv", run=_grade,
     )  # fmt: skip
     grade.add_argument("folder", type=Path, metavar="FOLDER", help="the folder with the notebooks")

@@ -10,8 +10,9 @@ that are common in it; this finds a word for those that nobody has foreseen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import difference, is_tensor
@@ -43,78 +44,66 @@ def find_relation(seen: Seen, passed: Sequence[Case] = ()) -> Relation | None:
     """
     if seen.got is None or len(seen.got) != len(seen.expected):
         return None
-    pairs = list(zip(seen.expected, seen.got, strict=True))
-    parts = [part for rank, (a, b) in enumerate(pairs) for part in _parts_of(rank, "", a, b)]
+    pairs = enumerate(zip(seen.expected, seen.got, strict=True))
+    parts = [part for rank, (expected, got) in pairs for part in _parts_of(rank, "", expected, got)]
     wrong = [part for part in parts if difference(part.expected, part.got) is not None]
     if not wrong:
         return None
-    for find in (
-        _find_nothing,
-        _find_factor,
-        _find_other_rank,
-        _find_transpose,
-        _find_shift,
-        _find_order,
-        _find_first_step,
-        _find_ranks,
-        _find_sections,
-    ):
-        if relation := find(seen, parts, wrong):
-            return relation
-    return _find_sizes(seen.case, passed)
+    return (
+        _find_nothing(wrong)
+        or _find_factor(seen.case, wrong)
+        or _find_other_rank(seen, wrong)
+        or _find_place(wrong)
+        or _find_first_step(wrong)
+        or _find_ranks(len(seen.got), wrong)
+        or _find_sections(parts, wrong)
+        or _find_sizes(seen.case, passed)
+    )
+
+
+def _find_nothing(wrong: Sequence[_Part]) -> Relation | None:
+    name = _name_of(wrong)
+    if all(part.got is None for part in wrong):
+        where = f" of rank {wrong[0].rank}" if len({part.rank for part in wrong}) == 1 else ""
+        return Relation("nothing-there", f"{name}{where} is None: nothing was returned or assigned there.")
+    if _hold(wrong, lambda _, got: got.numel() > 0 and not got.any()):
+        return Relation("all-zero", f"{name} is zero in every place.")
+    if _hold(wrong, lambda _, got: got.numel() > 0 and got.isnan().all()):
+        return Relation("all-nan", f"{name} is nan in every place.")
+    return None
 
 
 # ---- factor
 
 
-def _find_nothing(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    if all(part.got is None for part in wrong):
-        where = f" of rank {wrong[0].rank}" if len({part.rank for part in wrong}) == 1 else ""
-        return Relation(
-            "nothing-there", f"{_name_of(wrong)}{where} is None: nothing was returned or assigned there."
-        )
-    pairs = [pair for part in wrong if (pair := _numbers_of(part)) is not None and pair[1].numel()]
-    if len(pairs) < len(wrong):
-        return None
-    if not any(bool(got.any()) for _, got in pairs):
-        return Relation("all-zero", f"{_name_of(wrong)} is zero in every place.")
-    if all(bool(got.isnan().all()) for _, got in pairs):
-        return Relation("all-nan", f"{_name_of(wrong)} is nan in every place.")
-    return None
+def _find_factor(case: Case, wrong: Sequence[_Part]) -> Relation | None:
+    factors: set[float] = set()
 
-
-def _find_factor(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    pairs = [_numbers_of(part) for part in wrong]
-    factors, numbers = set(), set()
-    for pair in pairs:
-        if pair is None or pair[0].shape != pair[1].shape:
-            return None
-        if not all(bool(side.isfinite().all()) for side in pair):
-            return None
-        expected, got = pair
-        if not bool(expected.any()):
-            return None
+    def is_multiple(expected: Tensor, got: Tensor) -> bool:
+        if expected.shape != got.shape or not (expected.isfinite().all() and got.isfinite().all()):
+            return False
+        if not expected.any():
+            return False
         factor = float((expected * got).sum() / (expected * expected).sum())
-        if difference(expected * factor, got) is not None or not factor:
-            return None
         factors.add(round(factor, 6) if abs(factor) > 1e-3 else factor)
-        numbers |= set(expected.flatten().tolist())
-    if len(factors) != 1:
+        return factor != 0.0 and difference(expected * factor, got) is None
+
+    if not _hold(wrong, is_multiple) or len(factors) != 1:
         return None
     factor = factors.pop()
-    why = _name_factor(factor, seen.case, wrong)
-    if not why and len(numbers) < 2:  # of one number, everything is a factor
-        return None
     if factor == -1.0:
         return Relation("the-sign", f"{_name_of(wrong)} has the wrong sign, and is right otherwise.")
-    spelt = (
-        f"1/{1 / factor:.5g}"
-        if 0 < factor < 1 and abs(1 / factor - round(1 / factor)) < 1e-4
-        else f"{factor:.5g}"
-    )
+    why = _name_factor(factor, case, wrong)
+    numbers = {number for part in wrong for number in part.numbers[0].flatten().tolist()}  # type: ignore[index]
+    if not why and len(numbers) < 2:  # of one number, everything is a factor
+        return None
+    inverse = 1 / factor
+    is_share = 0 < factor < 1 and abs(inverse - round(inverse)) < 1e-4
+    times = f"1/{inverse:.5g}" if is_share else f"{factor:.5g}"
+    more = f", and {why}" if why else ""
     return Relation(
         "a-constant-factor",
-        f"{_name_of(wrong)} is {spelt} times what it should be, wherever it is wrong{f', and {why}' if why else ''}.",
+        f"{_name_of(wrong)} is {times} times what it should be, wherever it is wrong{more}.",
     )
 
 
@@ -124,114 +113,90 @@ def _name_factor(factor: float, case: Case, wrong: Sequence[_Part]) -> str:
     whole = round(times)
     if abs(times - whole) > 1e-4 * abs(times) or whole < 2:
         return ""
-    sizes = {f"there are {case.ranks} ranks": case.ranks}
+    if whole == case.ranks:
+        return f"there are {case.ranks} ranks"
     for name, size in case.sizes.items():
-        if isinstance(size, int) and not isinstance(size, bool):
-            sizes[str(Case(0, sizes={name: size})).partition(", ")[2] + " is the case"] = size
-    named = [words for words, size in sizes.items() if size == whole]
-    if not named and case.ranks > 1 and whole == case.ranks**2:
-        named = [f"there are {case.ranks} ranks: it is applied twice"]
-    for part in wrong[:1]:
-        if not named and is_tensor(part.expected) and whole in part.expected.shape:
-            named = [f"a side of it has {whole} numbers"]
-    return named[0] if named else ""
+        if type(size) is int and whole == size:
+            return str(Case(0, sizes={name: size})).partition(", ")[2] + " is the case"
+    if whole == case.ranks**2:
+        return f"there are {case.ranks} ranks: it is applied twice"
+    if is_tensor(wrong[0].expected) and whole in wrong[0].expected.shape:
+        return f"a side of it has {whole} numbers"
+    return ""
 
 
 # ---- place
 
 
-def _find_other_rank(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    expected, got = seen.expected, seen.got
-    assert got is not None
+def _find_other_rank(seen: Seen, wrong: Sequence[_Part]) -> Relation | None:
+    assert seen.got is not None
     mine = sorted({part.rank for part in wrong})
     theirs = []
     for rank in mine:
-        others = [other for other in range(len(expected)) if difference(expected[other], got[rank]) is None]
+        ranks = range(len(seen.expected))
+        others = [other for other in ranks if difference(seen.expected[other], seen.got[rank]) is None]
         if not others:
             return None
         theirs.append(others[0])
-    first, other = mine[0], theirs[0]
     more = f", and so on for {len(mine)} ranks" if len(mine) > 1 else ""
-    return Relation("another-ranks", f"Rank {first} has what rank {other} should have{more}.")
+    return Relation("another-ranks", f"Rank {mine[0]} has what rank {theirs[0]} should have{more}.")
 
 
-def _find_transpose(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    for part in wrong:
-        pair = _numbers_of(part)
-        if pair is None or pair[0].dim() != 2 or difference(pair[0].t(), pair[1]) is not None:
-            return None
-    return Relation("transposed", f"{_name_of(wrong)} is right but for this: rows and columns are exchanged.")
+def _find_place(wrong: Sequence[_Part]) -> Relation | None:
+    """Find the right numbers in other places: rows for columns, a step late or early, in another order."""
+    name = _name_of(wrong)
+    if _hold(wrong, lambda a, b: a.dim() == 2 and difference(a.t(), b) is None):
+        return Relation("transposed", f"{name} is right but for this: rows and columns are exchanged.")
+    if all(isinstance(part.expected, list) for part in wrong):  # such as losses
+        if _hold(wrong, lambda a, b: a.shape == b.shape and len(b) > 2 and difference(a[:-1], b[1:]) is None):
+            return Relation("a-step-off", f"{name} has the right values one step late.")
+        if _hold(wrong, lambda a, b: a.shape == b.shape and len(b) > 2 and difference(b[:-1], a[1:]) is None):
+            return Relation("a-step-off", f"{name} has the right values one step early.")
 
+    def has_the_numbers(a: Tensor, b: Tensor) -> bool:
+        same = a.numel() == b.numel() >= 2
+        return same and difference(a.flatten().sort().values, b.flatten().sort().values) is None
 
-def _find_order(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    for part in wrong:
-        pair = _numbers_of(part)
-        if pair is None or pair[0].numel() != pair[1].numel() or pair[0].numel() < 2:
-            return None
-        if difference(pair[0].flatten().sort().values, pair[1].flatten().sort().values) is not None:
-            return None
-    same = all(pair[0].shape == pair[1].shape for pair in map(_numbers_of, wrong) if pair is not None)
-    how = "in another order" if same else "in another shape"
-    return Relation("another-order", f"{_name_of(wrong)} has the right numbers, {how}.")
-
-
-def _find_shift(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    """Find a list, such as that of losses, whose values come one place late or early."""
-    for shift, words in ((1, "one step late"), (-1, "one step early")):
-        found = []
-        for part in wrong:
-            pair = _numbers_of(part)
-            if not isinstance(part.expected, list) or pair is None or pair[0].shape != pair[1].shape:
-                return None
-            expected, got = pair if shift == 1 else pair[::-1]
-            found.append(len(got) > 2 and difference(expected[:-1], got[1:]) is None)
-        if all(found):
-            return Relation("a-step-off", f"{_name_of(wrong)} has the right values {words}.")
+    if _hold(wrong, has_the_numbers):
+        how = "order" if _hold(wrong, lambda a, b: a.shape == b.shape) else "shape"
+        return Relation("another-order", f"{name} has the right numbers, in another {how}.")
     return None
 
 
 # ---- only
 
 
-def _find_first_step(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
+def _find_first_step(wrong: Sequence[_Part]) -> Relation | None:
     for part in wrong:
-        pair = _numbers_of(part)
-        if not isinstance(part.expected, list) or pair is None or pair[0].shape != pair[1].shape:
+        if not isinstance(part.expected, list) or not _hold([part], lambda a, b: a.shape == b.shape):
             continue
-        right = [difference(a, b) is None for a, b in zip(*pair, strict=True)]
+        right = [difference(a, b) is None for a, b in zip(*part.numbers, strict=True)]  # type: ignore[misc]
         first = right.index(False)
         if first and len(right) > 1:
-            before = f"{part.at}[0]" if first == 1 else f"{part.at}[0] to [{first - 1}]"
-            are = "is" if first == 1 else "are"
-            return Relation(
-                "right-at-first",
-                f"{before} {are} right, and [{first}] is the first that is not: what happens between them?",
-            )
+            before = f"{part.at}[0] is" if first == 1 else f"{part.at}[0] to [{first - 1}] are"
+            said = f"{before} right, and [{first}] is the first that is not: what happens between them?"
+            return Relation("right-at-first", said)
     return None
 
 
-def _find_ranks(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
-    everybody, bad = range(len(seen.expected)), sorted({part.rank for part in wrong})
-    good = [rank for rank in everybody if rank not in bad]
+def _find_ranks(count: int, wrong: Sequence[_Part]) -> Relation | None:
+    bad = sorted({part.rank for part in wrong})
+    good = [rank for rank in range(count) if rank not in bad]
     if not good:
         return None
-    return Relation(
-        "some-ranks", f"{_list(good)} {'is' if len(good) == 1 else 'are'} right, {_list(bad, low=True)} not."
+    theirs, others = (
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in (good, bad)
     )
+    are = "is" if len(good) == 1 else "are"
+    return Relation("some-ranks", f"{theirs.capitalize()} {are} right, {others} not.")
 
 
-def _list(ranks: Sequence[int], low: bool = False) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word if low else word.capitalize()} {', '.join(map(str, ranks))}"
-
-
-def _find_sections(seen: Seen, parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
+def _find_sections(parts: Sequence[_Part], wrong: Sequence[_Part]) -> Relation | None:
     bad = list(dict.fromkeys(part.at for part in wrong))
     good = [name for name in dict.fromkeys(part.at for part in parts) if name not in bad]
     if not good:
         return None
-    some = ", ".join(good[:3]) + (" and more" if len(good) > 3 else "")
-    these = ", ".join(bad[:3]) + (" and more" if len(bad) > 3 else "")
+    some, these = (", ".join(names[:3]) + (" and more" if len(names) > 3 else "") for names in (good, bad))
     return Relation("some-parts", f"Right on every rank: {some}. Wrong: {these}.")
 
 
@@ -239,13 +204,10 @@ def _find_sizes(case: Case, passed: Sequence[Case]) -> Relation | None:
     if not passed:
         return None
     before = passed[-1]
-    other = [name for name in case.sizes if case.sizes[name] != before.sizes.get(name)]
-    if case.ranks != before.ranks:
-        other.insert(0, "ranks")
-    words = f"It is right on {before}, and wrong on {case}"
-    return Relation(
-        "other-sizes", f"{words}: what changes with {' and '.join(other)}?" if other else f"{words}."
-    )
+    other = ["ranks"] if case.ranks != before.ranks else []
+    other += [name for name in case.sizes if case.sizes[name] != before.sizes.get(name)]
+    what = f": what changes with {' and '.join(other)}?" if other else "."
+    return Relation("other-sizes", f"It is right on {before}, and wrong on {case}{what}")
 
 
 # ---- the parts of results: tensors, numbers and lists in dicts and lists, right and wrong ones side by side
@@ -253,12 +215,32 @@ def _find_sizes(case: Case, passed: Sequence[Case]) -> Relation | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a rank's results, such as one tensor of a dict, that is wrong."""
+    """A part of a rank's results, such as one tensor of a dict."""
 
     rank: int
     at: str
     expected: Any
     got: Any
+
+    @cached_property
+    def numbers(self) -> tuple[Tensor, Tensor] | None:
+        """The expected numbers and the answer's, float64; None if one of them is no tensor, number or list."""
+        import torch
+
+        if isinstance(self.expected, bool) or isinstance(self.got, bool):
+            return None
+        try:
+            expected, got = (
+                torch.as_tensor(each).detach().to(torch.float64) for each in (self.expected, self.got)
+            )
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        return expected, got
+
+
+def _hold(parts: Sequence[_Part], relation: Callable[[Tensor, Tensor], Any]) -> bool:
+    """Return whether a relation of expected and got numbers holds for all parts."""
+    return all(part.numbers is not None and bool(relation(*part.numbers)) for part in parts)
 
 
 def _parts_of(rank: int, at: str, expected: Any, got: Any) -> Iterator[_Part]:
@@ -274,26 +256,6 @@ def _parts_of(rank: int, at: str, expected: Any, got: Any) -> Iterator[_Part]:
             yield _Part(rank, at, expected, got)
     else:
         yield _Part(rank, at, expected, got)
-
-
-def _flat(value: Any) -> Tensor | None:
-    """Return a part's numbers, float64; None if it is something else."""
-    import torch
-
-    if is_tensor(value):
-        return value.detach().to(torch.float64)
-    if isinstance(value, bool) or value is None or isinstance(value, str | dict):
-        return None
-    try:
-        return torch.tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError):
-        return None
-
-
-def _numbers_of(part: _Part) -> tuple[Tensor, Tensor] | None:
-    """Return the expected numbers and the answer's, float64; None if one of them is no tensor, number or list."""
-    expected, got = _flat(part.expected), _flat(part.got)
-    return None if expected is None or got is None else (expected, got)
 
 
 def _name_of(parts: Sequence[_Part]) -> str:

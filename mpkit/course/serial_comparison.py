@@ -86,7 +86,16 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
             raise Deadlock(seen.hang)
         if seen.got is None:
             raise RankFailed(seen.error + (f" ({seen.where})" if seen.where else ""))
-        rows.append(_StepRow(step, begin, exercise.expected(seen.case), seen.got).cells())
+        expected = exercise.expected(seen.case)
+        errors = _largest_errors(begin, expected, seen.got)
+        rows.append({
+            "step": step,
+            "loss, serial": _last_loss(expected[0]),
+            **{f"loss, rank {rank}": _last_loss(one) for rank, one in enumerate(seen.got)},
+            "weights that differ after it, by": ", ".join(f"{name} {off:.0e}" for name, (off, _) in errors.items())
+            or "none",
+            "they moved, × serial's": ", ".join(f"{moved:.2f}" for _, moved in errors.values()),
+        })  # fmt: skip
     return BesideSerial(data_frame(rows).set_index("step"))
 
 
@@ -94,41 +103,19 @@ def _limit_steps(case: Case, steps: int) -> Case:
     return replace(case, sizes={**case.sizes, "steps": steps})
 
 
-@dataclass(frozen=True)
-class _StepRow:
-    """The outcomes of training up to a step, by rank."""
-
-    step: int
-    begin: Sequence[Outcome]
-    expected: Sequence[Outcome]
-    got: Sequence[Outcome]
-
-    def cells(self) -> dict[str, Any]:
-        """Return the cells of the row, by column."""
-        losses = {f"loss, rank {r}": _number(one["losses"][-1]) for r, one in enumerate(self.got)}
-        apart = self._largest_errors()
-        return {
-            "step": self.step,
-            "loss, serial": _number(self.expected[0]["losses"][-1]),
-            **losses,
-            "weights that differ after it, by": ", ".join(
-                f"{name} {off:.0e}" for name, (off, _) in apart.items()
-            )
-            or "none",
-            "they moved, × serial's": ", ".join(f"{moved:.2f}" for _, moved in apart.values()),
-        }
-
-    def _largest_errors(self) -> dict[str, tuple[float, float]]:
-        """Return, by name, the largest error of each wrong weight, and how far it moved relative to serial training."""
-        errors: dict[str, tuple[float, float]] = {}
-        for begin, right, mine in zip(self.begin, self.expected, self.got, strict=True):
-            for name, tensor in right["weights"].items():
-                start, now = begin["weights"][name], mine["weights"][name]
-                off = float((tensor - now).abs().max())
-                if not off < 1e-6 and off > errors.get(name, (0.0, 0.0))[0]:
-                    errors[name] = off, float((now - start).norm() / (tensor - start).norm())
-        return errors
+def _last_loss(outcome: Outcome) -> str:
+    return f"{float(outcome['losses'][-1]):.5f}"
 
 
-def _number(value: Any) -> str:
-    return f"{float(value):.5f}"
+def _largest_errors(
+    begin: Sequence[Outcome], expected: Sequence[Outcome], got: Sequence[Outcome]
+) -> dict[str, tuple[float, float]]:
+    """Return, by name, the largest error of each wrong weight, and how far it moved relative to serial training."""
+    errors: dict[str, tuple[float, float]] = {}
+    for first, right, mine in zip(begin, expected, got, strict=True):
+        for name, tensor in right["weights"].items():
+            start, now = first["weights"][name], mine["weights"][name]
+            off = float((tensor - now).abs().max())
+            if not off < 1e-6 and off > errors.get(name, (0.0, 0.0))[0]:
+                errors[name] = off, float((now - start).norm() / (tensor - start).norm())
+    return errors

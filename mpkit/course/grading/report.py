@@ -58,7 +58,9 @@ class GradeReport:
         rows = [("exercise", "solved", "most common mistakes")]
         rows += [_class_row(entry, by_student) for entry in self._entries.values()]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
-        head = f"{len(shares)} students; points: {mean(shares):.0f} % on average, median {median(shares):.0f} %"
+        head = (
+            f"{len(shares)} students; points: {mean(shares):.0f} % on average, median {median(shares):.0f} %"
+        )
         return "\n".join([head, "", *(f"{a:{wide[0]}}  {b:{wide[1]}}  {c}" for a, b, c in rows)])
 
     def _by_student(self) -> dict[str, list[Grade]]:

@@ -26,7 +26,7 @@ class PredictionQuestion:
     Attributes:
         name: its name in `mk.predict`.
         text: the question.
-        unit: "share", "bytes", "seconds" or "".
+        unit: "share", "bytes" or "".
         truth: returns what is true.
         why: how the number comes about, told afterwards.
         within: how far a prediction may be off, as a share of what is true, to count as close.
