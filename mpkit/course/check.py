@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mpkit.common.disk import check_folder
 from mpkit.common.tracebacks import public
 from mpkit.course.catalogue import ExerciseEntry, families, find, of_family
-from mpkit.course.framework.room import PackedAnswer, Room, shared_room
+from mpkit.course.framework.room import PackedAnswer, shared_room
 from mpkit.course.judge import UNCOUNTED, is_stub, judge
 from mpkit.course.progress import ExerciseProgress, Overview, Progress
 from mpkit.course.verdict import Checked
-
-if TYPE_CHECKING:
-    from mpkit.launch.session.cluster import Cluster
 
 __all__ = ["check", "check_arguments", "progress"]
 
 
 @public
-def check(name: str, answer: Any = None, *, cluster: Cluster | None = None) -> Checked:
+def check(name: str, answer: Any = None) -> Checked:
     """Check an answer to an exercise, on real ranks, with inputs that you have not seen.
 
     The first check in a notebook takes a few seconds longer: a helper process imports torch, and stays for the next.
@@ -33,7 +28,6 @@ def check(name: str, answer: Any = None, *, cluster: Cluster | None = None) -> C
     Args:
         name: the name of the exercise, as its notebook has it; `mk.progress()` lists all.
         answer: what the exercise asks for: a function, a class, a schedule, values.
-        cluster: the cluster whose helper process is used; None: one that all checks share.
 
     Returns:
         The verdict. A wrong answer raises no exception; its verdict has a hint, more specific for each new answer. A
@@ -47,7 +41,7 @@ def check(name: str, answer: Any = None, *, cluster: Cluster | None = None) -> C
     check_arguments(entry, answer)
     packed = PackedAnswer.pack(answer)
     done = Progress.read()
-    room = shared_room() if cluster is None else Room(cluster)
+    room = shared_room()
     stub = is_stub(entry, packed)
     before = done.done.get(name, ExerciseProgress())
     checked = judge(entry, packed, room, 0 if stub else before.earlier(packed.print))
@@ -82,19 +76,7 @@ the type str; write mk.check('pass-the-token', pass_the_token), without quotes a
 
 
 @public
-def progress(folder: str | Path | None = None) -> Overview:
-    """List all exercises, and which of them you have solved.
-
-    Args:
-        folder: the folder of the notebooks, where the file with your progress is; None: the current one.
-
-    Raises:
-        ValueError: it is no path.
-    """
-    done = Progress.read(check_folder("mk.progress", folder) if folder is not None else None).done
-    return Overview(
-        tuple(
-            (package.TITLE, tuple(of_family(package.__name__.rsplit(".", 1)[1]))) for package in families()
-        ),
-        done,
-    )
+def progress() -> Overview:
+    """List all exercises, and which of them you have solved: the file beside the notebook says so."""
+    named = [(package.TITLE, of_family(package.__name__.rsplit(".", 1)[1])) for package in families()]
+    return Overview(named, Progress.read().done)

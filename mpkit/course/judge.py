@@ -15,14 +15,16 @@ relation   how the results are related to the right ones, whatever led to them
 
 from __future__ import annotations
 
+import functools
 import re
+import tomllib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.exercise import Case, CheckRow, Exercise, Mistake, Seen
 from mpkit.course.framework.kinds import OnRanks, Questions
-from mpkit.course.framework.measures import LOOP, WASTEFUL
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.schedules import Schedules
 from mpkit.course.framework.source import run_cell
@@ -135,28 +137,10 @@ def _drawable(seen: Seen) -> bool:
     return seen.trace is not None and any((rank.ops["lane"] == Lane.COMM).any() for rank in seen.trace.ranks)
 
 
-RULES = (
-    (
-        r"never came to (\w+)",
-        "A collective is complete only when every rank of its group has called it, as often as the others. Look for "
-        "the branch, or the loop, that keeps a rank from calling it.",
-    ),
-    (
-        r"never sent it",
-        "A receive waits until the other rank sends, with the same tag, and as often. Either that send is missing, or "
-        "the sender waits for something itself, before it comes to it.",
-    ),
-    (
-        r"never received it",
-        "A send is complete only when the other rank receives (no buffer in between is promised). If two ranks first "
-        "send to each other and then receive, both wait for ever: let one receive first, or start the sends with "
-        "isend and wait for them after the receives.",
-    ),
-    (
-        r"is not waiting",
-        "A rank was still busy when the time was up: an endless loop, most likely. The report shows the line.",
-    ),
-)
+@functools.cache
+def general_hints() -> dict[str, Any]:
+    """Return what is told whatever the exercise is: "mistakes", and the "rules" that hangs break."""
+    return tomllib.loads(Path(__file__).with_name("hints.toml").read_text("utf-8"))
 
 
 def lesson(seen: Seen) -> list[str]:
@@ -167,8 +151,8 @@ def lesson(seen: Seen) -> list[str]:
     ['rank 1: ValueError: too many', 'It comes from line 3 of the cell, in f: g()']
     """
     if seen.hang:
-        rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
-        return [seen.hang, *([rule] if rule else [])]
+        rules = [rule for words, rule in general_hints()["rules"].items() if words in seen.hang]
+        return [seen.hang, *rules[:1]]
     if seen.error:
         where = [f"It comes from {seen.where}"] if seen.where else []
         return [seen.error, *where]
@@ -226,7 +210,7 @@ def _find_mistake(entry: ExerciseEntry, row: CheckRow) -> Mistake | None:
     exercise, seen = entry.exercise, row.seen
     assert seen is not None
     if seen.hang and "waits in" not in seen.hang and "not waiting; it has" in seen.hang:
-        return LOOP
+        return Mistake(**general_hints()["mistakes"]["loop"])
     if isinstance(exercise, Questions):
         for mistake in exercise.mistakes:
             wrong = run_cell(mistake.wrong, exercise.name_of_answer, mistake.name, entry.given_code)
@@ -235,4 +219,5 @@ def _find_mistake(entry: ExerciseEntry, row: CheckRow) -> Mistake | None:
         return None
     name = find_mistake(entry.signatures, row)
     found = next((mistake for mistake in exercise.mistakes if mistake.name == name), None)
-    return found or WASTEFUL.get(seen.budget)
+    general = general_hints()["mistakes"].get(seen.budget)
+    return found or (Mistake(**general) if general is not None else None)

@@ -140,7 +140,7 @@ class Overview:
         done: the student's progress, by exercise.
     """
 
-    families: tuple[tuple[str, tuple[ExerciseEntry, ...]], ...]
+    families: Sequence[tuple[str, Sequence[ExerciseEntry]]]
     done: Mapping[str, ExerciseProgress]
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class Overview:
             )
         return "".join(parts)
 
-    def _head(self, title: str, entries: tuple[ExerciseEntry, ...]) -> str:
+    def _head(self, title: str, entries: Sequence[ExerciseEntry]) -> str:
         solved = sum(self._progress_of(entry).passed for entry in entries)
         return f"{title}: {solved} of {len(entries)}"
 

@@ -39,7 +39,7 @@ CLOSE = 1e-4
 """How close sums of results are, as a share of the sum of their amounts, to count as the same."""
 
 HANGS = ("never came to", "never sent it", "never received it", "is not waiting")
-"""What a report says of ranks that hang (`mpkit.course.judge` has the rule that is broken in each)."""
+"""What a report says of ranks that hang (`hints.toml` has the rule that is broken in each)."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,11 @@ from typing import Any
 import numpy as np
 
 from mpkit.common.units import bytes_text
-from mpkit.course.framework.exercise import CheckRow, Mistake, Seen
+from mpkit.course.framework.exercise import CheckRow, Seen
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
-    "LOOP",
-    "WASTEFUL",
     "bytes_between_nodes",
     "bytes_inside_nodes",
     "calls",
@@ -86,13 +84,7 @@ def peak(*categories: str) -> Callable[[Seen], float]:
 def ring(seen: Seen) -> float:
     """Return the bytes that the busiest rank sends for its collectives on a ring: an all-reduce counts twice."""
     assert seen.trace is not None, "nothing was recorded"
-    return max(
-        sum(
-            float(op["bytes"]) * wire_factor(int(op["kind"]), rank.name(int(op["group"])).count(",") + 1)
-            for op in rank.ops[_collective(rank.ops)]
-        )
-        for rank in seen.trace.ranks
-    )
+    return max(sum(_bytes(rank, op) for op in rank.ops[_collective(rank.ops)]) for rank in seen.trace.ranks)
 
 
 def wire(seen: Seen) -> float:
@@ -265,52 +257,3 @@ def row_beside(seen: Seen, target: Seen) -> CheckRow:
         replace(seen, target=target),
     )
     return next((row for row in rows if not row.ok), within)
-
-
-WASTEFUL = {
-    WORK.what: Mistake(
-        name="work-not-divided",
-        hints=(
-            "The results are right. How many samples, layers or columns does each rank compute, and how many are "
-            "there?",
-            "A rank computes about as much as all ranks together should. Then nothing is gained by having several: "
-            "each has to compute its own part only, and to send what the others need of it.",
-        ),
-    ),
-    HELD.what: Mistake(
-        name="nothing-is-freed",
-        hints=(
-            "The results are right. What does a rank still hold when it is done, and for what?",
-            "A tensor lives as long as some name, list or graph holds it. Keep what a later line reads, detach what is "
-            "only a number, and let go of the rest: of one step before the next, of one micro-batch after its "
-            "backward.",
-        ),
-    ),
-    BYTES.what: Mistake(
-        name="sends-too-much",
-        hints=(
-            "The results are right. What does a rank send that nobody needs, or that others have already?",
-            "Write down who needs what, and how large it is. A rank sends its own part, or the sum, and not everything "
-            "that it was given.",
-        ),
-    ),
-    CALLS.what: Mistake(
-        name="too-many-calls",
-        hints=(
-            "The results are right, and so are the bytes. In how many pieces do you send them?",
-            "Each message and each collective costs its latency, however small it is. Send a tensor whole, or several "
-            "tensors as one.",
-        ),
-    ),
-}
-"""By the limit that is exceeded: the mistakes of answers whose results are right, and that use too much."""
-
-LOOP = Mistake(
-    name="an-endless-loop",
-    hints=(
-        "No rank waits for another one: each was still computing when its time was up. In which loop is the line "
-        "that the report names, and what would end it?",
-        "Print what the loop's condition reads, once each time round: it does not change, or it changes away from the "
-        "end.",
-    ),
-)

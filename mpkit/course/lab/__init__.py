@@ -44,25 +44,24 @@ PUZZLES: dict[str, tuple[str, ...]] = {
     "double-the-link": ("slow link", "hidden", "few micro-batches"),
     "read-the-memory": ("zero 2", "ddp", "zero 3", "zero 1"),
 }
-"""The runs of an exercise, in the order of a sheet's letters. Students need not look here."""
+"""The runs of an exercise, in the order of their letters. Students need not look here."""
 
 
-def puzzle(exercise: str, letter: str, sheet: str, **more: Any) -> Timeline:
+def puzzle(exercise: str, letter: str, **more: Any) -> Timeline:
     """Return the timeline behind a letter of an exercise; `more` is passed on to `timeline`.
 
-    >>> puzzle("double-the-link", "A", "ABC")
+    >>> puzzle("double-the-link", "A")
     <Timeline of 4 ranks, 1 step, virtual: 0.02329 s, bubble 0.475>
 
     Args:
         exercise: the exercise.
-        letter: the letter.
-        sheet: the letters in the order of the exercise's runs.
+        letter: the letter of one of the exercise's runs.
         more: arguments of `timeline`.
 
     Raises:
         ValueError: There is no run of that letter.
     """
-    runs = dict(zip(sheet, PUZZLES[exercise], strict=True))
+    runs = dict(zip("ABCDE", PUZZLES[exercise], strict=False))
     if letter not in runs:
         raise ValueError(f"there is no run {letter!r}; there are {', '.join(sorted(runs))}")
     return timeline(runs[letter], **more)

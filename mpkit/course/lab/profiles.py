@@ -26,10 +26,9 @@ __all__ = ["Arrival", "arrivals", "open_profiles", "write"]
 
 RANKS, STEPS, LAYERS, BUCKET = 8, 4, 6, 2
 LATE_STEP = 1
-PLANTED = (
-    (5, 2, 1.3), (3, 6, 1.2), (6, 1, 1.25), (1, 4, 1.28), (4, 7, 1.22), (2, 5, 1.26), (7, 3, 1.3), (0, 6, 1.24),
-)  # fmt: skip
-"""By sheet: the slow rank, the one that is late once, and by which factor the slow one's kernels take longer."""
+SLOW, LATE, LONGER = 5, 2, 1.3
+"""The slow rank, the one that is late once, and by which factor the slow one's kernels take longer."""
+
 KERNEL, WIRE, STEP_GAP = 400.0, 700.0, 300.0  # us
 AHEAD = 3_000_000.0  # us, of the second host's clock
 
@@ -54,9 +53,8 @@ class _Kernel:
     took: float
 
 
-def _play_kernels(sheet: int) -> tuple[list[list[list[_Kernel]]], list[Arrival], list[float]]:
+def _play_kernels() -> tuple[list[list[list[_Kernel]]], list[Arrival], list[float]]:
     """Return the kernels by step and rank, the arrivals at all-reduces, and when each step begins."""
-    slow, late, longer = PLANTED[sheet]
     draw = random.Random(8)
     kernels: list[list[list[_Kernel]]] = []
     came: list[Arrival] = []
@@ -65,11 +63,11 @@ def _play_kernels(sheet: int) -> tuple[list[list[list[_Kernel]]], list[Arrival],
         begins.append(now)
         of_step, ready = [], []
         for rank in range(RANKS):
-            at = now + (2600.0 if (rank, step) == (late, LATE_STEP) else 100.0) + 40.0 * draw.random()
+            at = now + (2600.0 if (rank, step) == (LATE, LATE_STEP) else 100.0) + 40.0 * draw.random()
             mine, gradients = [], []
             for phase in ["forward"] * LAYERS + ["backward"] * LAYERS:
                 took = KERNEL * (1 + (phase == "backward")) * (1 + 0.03 * draw.random())
-                took *= longer if rank == slow else 1.0
+                took *= LONGER if rank == SLOW else 1.0
                 mine.append(_Kernel(phase, at, took))
                 at += took + 5.0
                 gradients += [at] * (phase == "backward")
@@ -87,16 +85,16 @@ def _play_kernels(sheet: int) -> tuple[list[list[list[_Kernel]]], list[Arrival],
     return kernels, came, [*begins, now]
 
 
-def arrivals(sheet: int = 0) -> list[Arrival]:
+def arrivals() -> list[Arrival]:
     """Return when each rank comes to each all-reduce.
 
     >>> len(arrivals()), {len(arrival.at) for arrival in arrivals()}
     (12, {8})
     """
-    return _play_kernels(sheet)[1]
+    return _play_kernels()[1]
 
 
-def write(folder: Path, sheet: int = 0) -> None:
+def write(folder: Path) -> None:
     """Write a file for each rank, as `profiler.export_chrome_trace` does."""
     for rank in range(RANKS):
         header = {
@@ -105,12 +103,12 @@ def write(folder: Path, sheet: int = 0) -> None:
             "deviceProperties": [{"id": rank % 4, "name": "NVIDIA H100 80GB HBM3"}],
         }
         offset = 1e6 + AHEAD * (rank // 4)
-        events = [{**event, "ts": event["ts"] + offset} for event in _events(rank, sheet)]
+        events = [{**event, "ts": event["ts"] + offset} for event in _events(rank)]
         (folder / f"rank{rank}.json").write_text(json.dumps({**header, "traceEvents": events}))
 
 
-def _events(rank: int, sheet: int) -> Iterator[Event]:
-    kernels, came, begins = _play_kernels(sheet)
+def _events(rank: int) -> Iterator[Event]:
+    kernels, came, begins = _play_kernels()
     number = 0
     for step, of_step in enumerate(kernels):
         begin, end = begins[step], begins[step + 1]
@@ -152,7 +150,7 @@ def _all_reduce(rank: int, begin: float, took: float) -> Event:
     return _device("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, begin, took, args)
 
 
-def open_profiles(sheet: int = 0) -> OpenedTrace:
+def open_profiles() -> OpenedTrace:
     """Write the files into a folder that is thrown away, and open them as `mk.open` does.
 
     >>> open_profiles().world_size
@@ -161,5 +159,5 @@ def open_profiles(sheet: int = 0) -> OpenedTrace:
     import mpkit
 
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), sheet)
+        write(Path(folder))
         return mpkit.open(folder)

@@ -161,26 +161,16 @@ def others(keep: Keep) -> list[psutil.Process]:
     """Return the descendants of this process, without those to keep and their descendants."""
     children = psutil.Process().children()
     kept = keep()  # evaluated last, so that it has a process that was only just started
-    return _find_descendants([child for child in children if child.pid not in kept])
+    return [each for child in children if child.pid not in kept for each in list_descendants(child.pid)]
 
 
 def list_descendants(pid: int) -> list[psutil.Process]:
     """Return a process and its descendants."""
     try:
-        return _find_descendants([psutil.Process(pid)])
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def _find_descendants(level: list[psutil.Process]) -> list[psutil.Process]:
-    descendants: list[psutil.Process] = []
-    while level:
-        descendants += level
-        above, level = level, []
-        for process in above:
-            with contextlib.suppress(psutil.Error):
-                level += process.children()
-    return descendants
 
 
 def _folder_bytes(place: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpkit.course.author import *
@@ -39,38 +40,6 @@ answers = {
 
 # %% checks
 RANKS = 4
-TABLES = """\
-                 rank 0        rank 1        rank 2        rank 3
-
-    a  before    1 2 3 4       5 6 7 8       9 10 11 12    13 14 15 16
-       after     9 10 11 12    9 10 11 12    9 10 11 12    9 10 11 12
-
-    b  before    1 2 3 4       5 6 7 8       9 10 11 12    13 14 15 16
-       after     5             6             7             8
-
-    c  before    1 2           3 4           5 6           7 8
-       after     16 20         16 20         16 20         16 20
-
-    d  before    1 2           3 4           5 6           7 8
-       after     1 2           3 4           5 6           16 20
-
-    e  before    1             2             3             4
-       after     1 2 3 4       1 2 3 4       1 2 3 4       1 2 3 4
-
-    f  before    1             2             3             4
-       after     .             1 2 3 4       .             .
-
-    g  before    1 2 3 4       5 6 7 8       9 10 11 12    13 14 15 16
-       after     28            32            36            40
-
-    h  before    1 2 3 4       5 6 7 8       9 10 11 12    13 14 15 16
-       after     1 5 9 13      2 6 10 14     3 7 11 15     4 8 12 16
-
-    i  before    4 0 0 0       0 3 0 0       0 0 2 0       0 0 0 1
-       after     4             3             2             1
-
-    j  before    0 0 7 0       0 0 7 0       0 0 7 0       0 0 7 0
-       after     0             0             7             0"""
 ROOTED = ("broadcast", "scatter", "gather", "reduce")
 ALIKE = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 
@@ -80,7 +49,8 @@ Table = tuple[list[list[float]], list[list[float]]]
 
 def tables() -> dict[str, Table]:
     """Return the questions, as the text shows them."""
-    drawn = re.findall(r"^    (\w)  before +(.*)\n +after +(.*)$", TABLES, re.M)
+    text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    drawn = re.findall(r"^    (\w)  before +(.*)\n +after +(.*)$", text, re.M)
     return {name: (_numbers(before), _numbers(after)) for name, before, after in drawn}
 
 

@@ -8,14 +8,13 @@ from mpkit.course.author import *
 from mpkit.course.lab import puzzle
 
 # %% given
-SHEET = "ABCDE"  # which run has which letter
 
 
 def run(letter: str) -> mk.Timeline:
     """Return the timeline of run A, B, C, D or E."""
     from mpkit.course.lab import puzzle
 
-    return puzzle("name-the-cause", letter, SHEET)
+    return puzzle("name-the-cause", letter)
 
 
 # %% answer
@@ -26,17 +25,17 @@ causes = {
     # instead: "C": ...,
     # instead: "D": ...,
     # instead: "E": ...,
-    SHEET[0]: "bubble",
-    SHEET[1]: "exposed communication",
-    SHEET[2]: "nothing",
-    SHEET[3]: "host copy",
-    SHEET[4]: "imbalance",
+    "A": "bubble",
+    "B": "exposed communication",
+    "C": "nothing",
+    "D": "host copy",
+    "E": "imbalance",
     ### END SOLUTION
 }
 
 
 # %% checks
-BUBBLE, EXPOSED, NOTHING, COPY, UNEVEN = tuple(SHEET)
+BUBBLE, EXPOSED, NOTHING, COPY, UNEVEN = tuple("ABCDE")
 
 
 def cause(t: mk.Timeline) -> str:
@@ -58,7 +57,7 @@ def cause(t: mk.Timeline) -> str:
 
 def truth(room: Room) -> Mapping[str, str]:
     """Return each run's cause, computed from its timeline."""
-    return {letter: cause(puzzle("name-the-cause", letter, SHEET, room=room)) for letter in "ABCDE"}
+    return {letter: cause(puzzle("name-the-cause", letter, room=room)) for letter in "ABCDE"}
 
 
 EXERCISE = Questions()

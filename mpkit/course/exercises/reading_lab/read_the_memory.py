@@ -8,7 +8,6 @@ from mpkit.course.author import *
 from mpkit.course.lab import PUZZLES, timeline
 
 # %% given
-SHEET = "ABCD"  # which run has which letter
 LAYERS = 3  # of the model
 MORE = 16  # GPUs
 
@@ -17,7 +16,7 @@ def held(letter: str) -> dict[str, int]:
     """Return the bytes that a GPU of run A, B, C or D holds, by category."""
     from mpkit.course.lab import puzzle
 
-    return puzzle("read-the-memory", letter, SHEET, layers=LAYERS).peak_memory[0]
+    return puzzle("read-the-memory", letter, layers=LAYERS).peak_memory[0]
 
 
 # %% answer
@@ -30,10 +29,10 @@ memory = {
     # instead: "GPUs": ...,
     # instead: "parameters": ...,
     # instead: "bytes of states, ZeRO-1 on more GPUs": ...,
-    SHEET[0]: "zero 2",
-    SHEET[1]: "ddp",
-    SHEET[2]: "zero 3",
-    SHEET[3]: "zero 1",
+    "A": "zero 2",
+    "B": "ddp",
+    "C": "zero 3",
+    "D": "zero 1",
     "GPUs": 4,
     # with DDP a GPU holds 67,108,864 bytes of params, and as many of grads, for each layer
     "parameters": 67_108_864 * LAYERS // 4,
@@ -43,13 +42,13 @@ memory = {
 
 
 # %% checks
-TWO, DDP, THREE, ONE = tuple(SHEET)
+TWO, DDP, THREE, ONE = tuple("ABCD")
 STATES = "bytes of states, ZeRO-1 on more GPUs"
 
 
 def truth(room: Room) -> Mapping[str, str | int]:
     """Return the right values, read from the runs themselves."""
-    names = dict(zip(SHEET, PUZZLES["read-the-memory"], strict=True))
+    names = dict(zip("ABCD", PUZZLES["read-the-memory"], strict=True))
     ddp = timeline("ddp", layers=LAYERS, room=room)
     whole = ddp.peak_memory[0]
     states = whole["params"] + whole["grads"] + whole["optimizer"] // MORE

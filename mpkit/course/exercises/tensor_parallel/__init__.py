@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TITLE = "Tensor parallel"
 PLACE = 5
@@ -40,3 +40,12 @@ class Operator(torch.autograd.Function):
 def operator(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `forward(x)`, whose backward gives x the gradient `backward(dy)`."""
     return Operator.apply(x, forward, backward)
+
+
+# %% checks
+def gradients(x: Tensor, **layers: nn.Linear) -> dict[str, Tensor | None]:
+    """Return the gradients by name: "gradient of x", "gradient of up.weight"."""
+    named = {
+        f"{name}.{key}": each for name, layer in layers.items() for key, each in layer.named_parameters()
+    }
+    return {f"gradient of {name}": each.grad for name, each in {"x": x, **named}.items()}

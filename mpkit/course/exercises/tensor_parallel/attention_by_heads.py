@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpkit.course.author import *
-from mpkit.course.exercises.tensor_parallel import operator
+from mpkit.course.exercises.tensor_parallel import gradients, operator
 
 
 # %% given
@@ -67,32 +67,22 @@ def attend_serially(x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Te
     return result
 
 
-def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
-    """Return the gradients by name."""
-    qkv, out = layers
-    return {
-        "gradient of x": x.grad,
-        "gradient of qkv.weight": qkv.weight.grad,
-        "gradient of qkv.bias": qkv.bias.grad,
-        "gradient of out.weight": out.weight.grad,
-        "gradient of out.bias": out.bias.grad,
-    }
-
-
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    x, dz, layers = whole(case)
-    z = answer(ctx, x, *layers, case["heads"])
+    x, dz, (qkv, out) = whole(case)
+    z = answer(ctx, x, qkv, out, case["heads"])
     z.backward(dz)
-    return {"result": z.detach(), **gradients(x, layers)}
+    return {"result": z.detach(), **gradients(x, qkv=qkv, out=out)}
 
 
 def expected(case: Case) -> list[dict[str, Tensor | int | None]]:
     """Return the results of all heads on one rank, and how many rows of `qkv.weight` are a rank's."""
-    x, dz, layers = whole(case)
-    z = attend_serially(x, *layers, case["heads"])
+    x, dz, (qkv, out) = whole(case)
+    z = attend_serially(x, qkv, out, case["heads"])
     z.backward(dz)
-    return [{"result": z.detach(), **gradients(x, layers), WORKED: 3 * H // case.ranks}] * case.ranks
+    return [
+        {"result": z.detach(), **gradients(x, qkv=qkv, out=out), WORKED: 3 * H // case.ranks}
+    ] * case.ranks
 
 
 def together(case: Case, results: list[dict[str, Tensor]]) -> list[dict[str, object]]:

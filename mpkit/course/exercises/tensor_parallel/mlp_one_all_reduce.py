@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpkit.course.author import *
-from mpkit.course.exercises.tensor_parallel import operator
+from mpkit.course.exercises.tensor_parallel import gradients, operator
 
 
 # %% given
@@ -50,24 +50,12 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
     return x.requires_grad_(), dz, (up, down)
 
 
-def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
-    """Return the gradients by name."""
-    up, down = layers
-    return {
-        "gradient of x": x.grad,
-        "gradient of up.weight": up.weight.grad,
-        "gradient of up.bias": up.bias.grad,
-        "gradient of down.weight": down.weight.grad,
-        "gradient of down.bias": down.bias.grad,
-    }
-
-
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    x, dz, layers = whole(case)
-    z = answer(ctx, x, *layers)
+    x, dz, (up, down) = whole(case)
+    z = answer(ctx, x, up, down)
     z.backward(dz)
-    return {"z": z.detach(), **gradients(x, layers)}
+    return {"z": z.detach(), **gradients(x, up=up, down=down)}
 
 
 def expected(case: Case) -> list[dict[str, Tensor | None]]:
@@ -75,7 +63,7 @@ def expected(case: Case) -> list[dict[str, Tensor | None]]:
     x, dz, (up, down) = whole(case)
     z = down(torch.nn.functional.gelu(up(x)))
     z.backward(dz)
-    return [{"z": z.detach(), **gradients(x, (up, down)), WORKED: K // case.ranks}] * case.ranks
+    return [{"z": z.detach(), **gradients(x, up=up, down=down), WORKED: K // case.ranks}] * case.ranks
 
 
 def together(case: Case, results: list[dict[str, Tensor]]) -> list[dict[str, object]]:

@@ -9,11 +9,15 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from mpkit.course.framework import serial
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mpkit.course.framework.exercise import Case
 
 TITLE = "ZeRO"
 PLACE = 3
@@ -34,3 +38,25 @@ def unflat(whole: Tensor, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.detach().copy_(whole[first : first + tensor.numel()].view_as(tensor))
         first += tensor.numel()
+
+
+# %% checks
+SAMPLES = 12
+"""Of all ranks together, in a batch."""
+
+
+def shares(case: Case, rank: int, steps: int) -> list[serial.Batch]:
+    """Return a rank's samples of each step's batch."""
+    return [serial.share(batch, rank, case.ranks) for batch in serial.batches(case, SAMPLES, steps)]
+
+
+def weights_of_adam(case: Case, steps: int, widths: Sequence[int] = serial.WIDTHS) -> list[dict[str, Tensor]]:
+    """Return the weights that serial training by Adam gives, for every rank."""
+    model, data = serial.model(case.seed, widths), serial.batches(case, SAMPLES, steps)
+    return [serial.train(model, data, optimizer=serial.adam)["weights"]] * case.ranks
+
+
+def shard_bytes(case: Case) -> int:
+    """Return the bytes of one rank's n-th of the parameters."""
+    psi = sum(weight.numel() for weight in serial.model(0).parameters())
+    return -(-psi // case.ranks) * 8
