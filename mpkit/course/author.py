@@ -56,15 +56,15 @@ from mpkit.course.framework.measures import (
     wire,
 )
 from mpkit.course.framework.memory import Host, Memory
-from mpkit.course.framework.own_stages import calls_library, checkpoint_by_hand, record_stage
+from mpkit.course.framework.own_stages import checkpoint_by_hand, record_stage
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.schedules import ONE_ROW, SHAPE, Schedules, bubble, in_turns, live
+from mpkit.course.framework.schedules import Schedules, bubble, in_turns, live
 from mpkit.trace import Kind, Lane
 
 __all__ = [
-    "ONE_ROW", "SHAPE", "Answer", "Any", "Budget", "Callable", "Case", "CheckRow", "F", "Host", "Iterable",
+    "Answer", "Any", "Budget", "Callable", "Case", "CheckRow", "F", "Host", "Iterable",
     "Kind", "Lane", "Memory", "OnRanks", "PackedAnswer", "Questions", "Room", "Schedules", "Seen", "Tensor",
-    "bubble", "bytes_between_nodes", "bytes_inside_nodes", "call_with", "calls", "calls_library",
+    "bubble", "bytes_between_nodes", "bytes_inside_nodes", "call_with", "calls",
     "checkpoint_by_hand", "collectives", "copied_bytes", "count_exposed_layers", "difference",
     "gathers_and_layers", "in_turns", "live", "makespan", "messages", "mk", "nn", "payload", "peak",
     "record_stage", "ring", "sent_bytes", "serial", "spell", "torch", "wire",

@@ -129,6 +129,12 @@ class Seen:
     target: Seen | None = None
     raced: bool = False
 
+    @property
+    def ranks(self) -> Sequence[Any]:
+        """What each rank has recorded."""
+        assert self.trace is not None, "nothing was recorded"
+        return self.trace.ranks
+
     @cached_property
     def timeline(self) -> Timeline:
         """The timeline on a machine of 8 GPUs, the same for everybody; for a schedule, the simulated one."""

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    from mpkit.course.framework.exercise import Seen
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["calls_library", "checkpoint_by_hand", "record_stage"]
+__all__ = ["checkpoint_by_hand", "record_stage"]
 
 FLOPS = 2e8
 """FLOPs of a forward."""
@@ -59,11 +58,6 @@ def record_stage(ctx: Context, stage: M, number: int | None = None, microbatches
 
 
 WHY = "torch.utils.checkpoint is what this exercise asks you to write"
-
-
-def calls_library(seen: Seen) -> bool:
-    """Return whether an answer calls torch.utils.checkpoint."""
-    return WHY in seen.error
 
 
 class _LibraryRefusal:

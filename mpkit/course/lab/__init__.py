@@ -93,29 +93,20 @@ def _machine(name: str, link: float = 1.0) -> Hardware:
     return replace(machine, link=replace(wire, bandwidth=wire.bandwidth * link, bus=bus, ramp=0.0))
 
 
-_TRACES: dict[tuple[str, int], Trace] = {}
-
-
+@functools.cache
 def _play_run(name: str, layers: int | None, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
-    from mpkit.course.framework.room import shared_room
-
-    key = name, layers or RUNS[name][1]
-    if key not in _TRACES:
-        _TRACES[key] = _play(*key, room or shared_room())
-    return _TRACES[key]
-
-
-def _play(name: str, layers: int, room: Room) -> Trace:
     import torch
 
+    from mpkit.course.framework.room import shared_room
     from mpkit.prediction.dry_run import trace_fake
 
-    plan, _, samples, _ = RUNS[name]
+    plan, usual_layers, samples, _ = RUNS[name]
     batch = torch.empty(samples, WIDTH, device="meta")
     return trace_fake(
-        functools.partial(_model, layers), plan, batch=(batch, batch), loss=torch.nn.functional.mse_loss,
-        optimizer=torch.optim.Adam, steps=2, hardware=_machine(name), cluster=room.cluster(1),
+        functools.partial(_model, layers or usual_layers), plan, batch=(batch, batch),
+        loss=torch.nn.functional.mse_loss, optimizer=torch.optim.Adam, steps=2, hardware=_machine(name),
+        cluster=(room or shared_room()).cluster(1),
     )  # fmt: skip
 
 

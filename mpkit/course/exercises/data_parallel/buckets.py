@@ -60,8 +60,7 @@ def sizes(case: Case) -> list[int]:
 
 def sent(seen: Seen) -> list[int]:
     """Return the bytes of rank 0's all-reduces, in their order."""
-    assert seen.trace is not None
-    ops = seen.trace.ranks[0].ops
+    ops = seen.ranks[0].ops
     return [int(nbytes) for nbytes in ops["bytes"][ops["kind"] == Kind.ALL_REDUCE]]
 
 

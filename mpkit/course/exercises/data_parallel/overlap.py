@@ -130,9 +130,8 @@ def _in(times: Any, begins: Any, ends: Any) -> Any:
 
 def _most(seen: Seen, of: Callable[[Any, Spans], Any]) -> float:
     """Return the largest sum over a rank's ops of what is counted."""
-    assert seen.trace is not None
     sums = []
-    for rank in seen.trace.ranks:
+    for rank in seen.ranks:
         names = np.array([rank.name(int(name)) for name in rank.ops["name"]])
         spans = {name: rank.ops[names == name] for name in ("backward", "gradient", "step")}
         sums.append(of(rank.ops, spans).sum())

@@ -156,9 +156,8 @@ def enough(case: Case) -> float:
 
 def left_alone(seen: Seen) -> float:
     """Return how many sends nobody waited for, on the rank that has most of them."""
-    assert seen.trace is not None
     most = 0
-    for rank in seen.trace.ranks:
+    for rank in seen.ranks:
         waited = {int(op["ref"]) for op in rank.ops if op["kind"] == Kind.WAIT}
         sends = [at for at, op in enumerate(rank.ops) if op["kind"] == Kind.SEND]
         most = max(most, sum(at not in waited for at in sends))

@@ -86,7 +86,7 @@ def most(name: str) -> Callable[[Seen], float]:
     """Return a measure: the most of this that a rank has logged."""
 
     def most_of(seen: Seen) -> float:
-        assert seen.trace is not None, "nothing was recorded"
+        assert seen.trace is not None
         return max(max(by_step.values()) for by_step in seen.trace.metrics.by_rank(name).values())
 
     return most_of

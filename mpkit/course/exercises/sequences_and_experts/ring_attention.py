@@ -74,11 +74,10 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
 
 def count_messages_elsewhere(seen: Seen) -> float:
     """Return how many messages a rank sends to ranks that are not beside it in the ring; the largest number."""
-    assert seen.trace is not None
-    n = len(seen.trace.ranks)
+    n = len(seen.ranks)
     return max(
         sum((int(op["peer"]) - number) % n not in (1, n - 1) for op in rank.ops if op["kind"] == Kind.SEND)
-        for number, rank in enumerate(seen.trace.ranks)
+        for number, rank in enumerate(seen.ranks)
     )
 
 

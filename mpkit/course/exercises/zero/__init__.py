@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from mpkit.course.framework import serial
 
 if TYPE_CHECKING:
@@ -60,3 +62,11 @@ def shard_bytes(case: Case) -> int:
     """Return the bytes of one rank's n-th of the parameters."""
     psi = sum(weight.numel() for weight in serial.model(0).parameters())
     return -(-psi // case.ranks) * 8
+
+
+def square_layers(case: Case, layers: int, width: int) -> list[Tensor]:
+    """Return the flat parameters of some layers from h to h, [h * h] each."""
+    generator, scale = case.generator(555), 1.5 / width**0.5
+    return [
+        torch.randn(width * width, generator=generator, dtype=torch.float64) * scale for _ in range(layers)
+    ]

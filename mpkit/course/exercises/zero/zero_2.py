@@ -81,9 +81,8 @@ def shard_bytes(case: Case) -> int:
 
 def waiting(seen: Seen) -> float:
     """Return the most bytes of gradients that a rank has made and not begun to send."""
-    assert seen.trace is not None
     most = 0.0
-    for rank in seen.trace.ranks:
+    for rank in seen.ranks:
         held = 0.0
         for op in rank.ops:
             if op["kind"] == Kind.COMPUTE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpkit.course.author import *
+from mpkit.course.exercises.zero import square_layers
 
 
 # %% given
@@ -51,15 +52,6 @@ HELD = "bytes held besides the shards"
 GATHERS = "all-gathers"
 
 
-def whole(case: Case) -> list[Tensor]:
-    """Return every layer's parameters."""
-    generator = case.generator(555)
-    scale = 1.5 / WIDTH**0.5
-    return [
-        torch.randn(WIDTH * WIDTH, generator=generator, dtype=torch.float64) * scale for _ in range(LAYERS)
-    ]
-
-
 def rows(case: Case) -> int:
     """Return how many samples a rank has."""
     return 2 + (case.ranks - 2) % 2
@@ -73,7 +65,7 @@ def samples(case: Case, rank: int) -> tuple[Tensor, Tensor]:
 
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer with this rank's shards."""
-    shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
+    shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in square_layers(case, LAYERS, WIDTH)]
     x, target = samples(case, ctx.rank)
     with Memory(ctx, shards):
         return answer(ctx, shards, x, target)
@@ -81,7 +73,7 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
 
 def expected(case: Case) -> list[list[Tensor]]:
     """Return each rank's n-th of the gradients of serial training."""
-    weights = [each.requires_grad_() for each in whole(case)]
+    weights = [each.requires_grad_() for each in square_layers(case, LAYERS, WIDTH)]
     of_ranks = [samples(case, rank) for rank in range(case.ranks)]
     x = torch.cat([x for x, _ in of_ranks])
     target = torch.cat([target for _, target in of_ranks])
