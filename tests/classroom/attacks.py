@@ -76,16 +76,15 @@ ATTACKS: dict[str, str] = {
         """,
     "imports-the-exercise": """
         import importlib
-        for package in ("mpkit." + "class" + "room.exercises.ranks", "mpkit_sol" + "utions.ranks"):
-            try:
-                solution = importlib.import_module(package + ".pass_the_token").EXERCISE.solution
-            except Exception as error:
-                print(type(error).__name__)
+        try:
+            solution = importlib.import_module("mpkit.course.exercises.ranks.pass_the_token").pass_the_token
+        except Exception as error:
+            print(type(error).__name__)
         """,
     "asks-the-catalogue": """
         import importlib
         try:
-            catalogue = importlib.import_module("mpkit.course" + "room.catalogue")
+            catalogue = importlib.import_module("mpkit.course.catalogue")
             solution = catalogue.find("pass-the-token").exercise.solution
         except Exception as error:
             print(type(error).__name__)

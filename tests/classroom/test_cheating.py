@@ -38,7 +38,7 @@ WAYS = [enclose.WAYS[0], *(pytest.param(way, marks=pytest.mark.soak) for way in 
 @pytest.fixture(scope="module", params=WAYS)
 def judges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judges]:
     """Judges by each way of enclosing them that this machine permits."""
-    if not guard._works(request.param):
+    if not guard.works_here(request.param):
         pytest.skip(f"{request.param}: not permitted here")
     place = tmp_path_factory.mktemp("judge")
     found = Judges(
@@ -89,7 +89,7 @@ def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "hidden")
     code = "import sys; open('mine', 'w').close(); print(open(sys.argv[1]).read())"
     for way in enclose.WAYS[:-1]:
-        if not guard._works(way):
+        if not guard.works_here(way):
             continue
         for path, readable in (("hidden/secret", False), ("link/secret", False), ("beside", True)):
             command = [sys.executable, "-c", code, str(tmp_path / path)]

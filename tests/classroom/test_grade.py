@@ -1,4 +1,4 @@
-"""Grading a class, two notebooks at a time, interrupted and resumed: each notebook gets its own grade, whatever the
+"""Grading a class, interrupted and resumed: each notebook gets its own grade, whatever the
 others do, and nothing is left behind."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
@@ -262,7 +261,6 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     for name, code in STYLES.items():
         key = "gpipe" if name.startswith("gpipe") else "pass_the_token"
         found[f"style-{name}"] = (cells(**{key: cleandoc(code)}), ALL)
-    found |= {f"late-{how}": (cells(), ALL) for how in ("by-the-roster", "extended", "by-the-file")}
     found["twice"] = (cells(gpipe=wrong("gpipe", 0)), ALL)  # and again.ipynb, which is right
     found |= {name: (cells(gpipe=wrong("gpipe", 0)), (10,)) for name in ("Kim Lee", "Kim_Lee")}
     found |= {f"wrong-{i}": (cells(gpipe=wrong("gpipe", i)), (10,)) for i in range(5)}
@@ -282,7 +280,7 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     found["magic"] = (["!echo hello", "%time 1", *cells()], ALL)
     found["deep"] = ([*cells(), "-" * 100_000 + "1", "+".join("1" * 50_000)], EITHER)
     redefines = "class Fine:\n    passed = True\nmk.check = lambda *a, **k: Fine()\n"
-    redefines += "import mpkit.course.judge\nmpkit.classroom.judge.judge = mk.check"
+    redefines += "import mpkit.course.judge\nmpkit.course.judge.judge = mk.check"
     both_wrong = cells(gpipe=wrong("gpipe", 0), pass_the_token=wrong("pass-the-token", 3))
     found["redefines-check"] = ([IMPORTS, redefines, *both_wrong[1:]], NOTHING)
     found |= {
@@ -310,19 +308,8 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     return found
 
 
-ROSTER = """\
-id,student,handed in,due
-1,good,,
-2,Nobody Yet,,
-3,late-by-the-roster,2026-11-20 23:30,
-4,late-extended,2026-11-21 08:00,2026-11-21
-5,Nor Me,,
-"""
-
-
 def hand_in(folder: Path, students: dict[str, tuple[list[str] | str, tuple[int, ...]]]) -> dict[Path, bytes]:
     """Write the notebooks of a class; return what is in them."""
-    due = datetime.fromisoformat("2026-11-20T20:00").timestamp()
     for student, (what, _) in students.items():
         path = folder / student / "homework.ipynb"
         path.parent.mkdir(parents=True)
@@ -331,10 +318,8 @@ def hand_in(folder: Path, students: dict[str, tuple[list[str] | str, tuple[int, 
         else:
             book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in what])
             nbformat.write(book, path)
-        os.utime(path, (due, due + (90_000 if student == "late-by-the-file" else -60)))
     if "twice" in students:
         (folder / "twice" / "again.ipynb").write_bytes((folder / "good" / "homework.ipynb").read_bytes())
-        os.utime(folder / "twice" / "again.ipynb", (due, due - 60))
     return {path: path.read_bytes() for path in folder.rglob("*.ipynb")}
 
 
@@ -362,7 +347,7 @@ def graded(
     """Grade a class: the rows of its table, and what was said. If `after`, interrupt it after that many, and resume."""
     before = hand_in(home / "class", students)
     command = [*begin, sys.executable, "-m", "mpkit", "grade", str(home / "class")]
-    command += ["-o", str(home / "grades.csv"), "--exercises", ",".join(NAMES), "--jobs", "2", *more]
+    command += ["-o", str(home / "grades.csv"), "--exercises", ",".join(NAMES), *more]
     how = {"cwd": home, "env": os.environ | {"TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}}
     if after:
         run_and_interrupt(command, how, after)
@@ -419,34 +404,19 @@ def busy_loops(count: int) -> Iterator[None]:
 def test_a_class_of_60(tmp_path: Path) -> None:
     """With hostile students, within 1,000 processes and threads and 12 GiB, beside two loops that never sleep."""
     students = a_class(tmp_path)
-    assert len(students) + 2 >= 59, "with those who have handed in nothing"
-    (tmp_path / "roster.csv").write_text(ROSTER)
-    more = ["--seconds", "20", "--memory", "2", "--roster", str(tmp_path / "roster.csv")]
+    assert len(students) >= 54
     with busy_loops(2), control_group(1000, 12 * 2**30) as begin:
-        rows, said = graded(tmp_path, students, 25, begin, *more, "--due", "2026-11-20T20:00")
-    for name in ("Nobody Yet", "Nor Me"):
-        missing = rows.pop(name)
-        assert (missing["points"], missing["notes"]) == ("0", "handed in nothing")
+        rows, said = graded(tmp_path, students, 25, begin, "--seconds", "20", "--memory", "2")
     assert set(rows) == set(students)
-    late = {name: row["late"] for name, row in rows.items() if row["late"]}
-    assert late == {"late-by-the-roster": "3 h 30 min late", "late-by-the-file": "1 d 1 h late"}
-    assert "2 notebooks answer the same exercises" in rows["twice"]["notes"]
     assert "20 s" in rows["a-cell-hangs"]["notes"]
     assert "memory" in rows["hostile-fills-memory"]["notes"].lower()
     assert "are allowed" in rows["hostile-forks-for-ever"]["notes"], "processes or memory, whatever was first"
-    pages_are_right(tmp_path, rows, said)
-
-
-def pages_are_right(home: Path, rows: dict[str, dict[str, str]], said: str) -> None:
-    """The students' pages, and that of the class."""
-    page = (home / "grades" / "wrong-0.html").read_text()
+    page = (tmp_path / "grades" / "wrong-0.html").read_text()
     assert "Hint" in page and "10 of 20 points" in page
     assert "second try" not in page
-    assert "1 d 1 h late" in (home / "grades" / "late-by-the-file.html").read_text()
-    whole = (home / "grades.class.html").read_text()
-    for text in (said, whole):
-        assert "2 have not, 2 were late" in text
-        assert f"most common misconception is {find('gpipe').exercise.mistakes[0].name}" in text, text
+    assert re.search(rf"gpipe +\d+ of {len(students)} +{find('gpipe').exercise.mistakes[0].name} ", said), (
+        said
+    )
 
 
 def left(home: Path) -> list[str]:

@@ -20,8 +20,7 @@ import torch
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.course.grading.roster import read_roster
-from mpkit.course.grading.submissions import NoNotebook, checks_in, code_cells, predictions_shown
+from mpkit.course.grading.submissions import NoNotebook, checks_in, code_cells
 from mpkit.course.progress import Progress
 from mpkit.errors import TraceError
 from mpkit.prediction.cost_model.known_models import architecture_of
@@ -284,7 +283,6 @@ def notebooks() -> list[bytes]:
 
 def grade(path: Path) -> None:
     data = path.read_bytes()
-    predictions_shown(data)
     for source in code_cells(data):
         list(checks_in(source))
 
@@ -296,7 +294,6 @@ def progress(path: Path) -> None:
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99,
           "intermediate_size": 128, "num_key_value_heads": 2}  # fmt: skip
-ROSTER = b"student,handed_in,due\nAda,2026-11-20 22:10,\nKim Lee,2026-11-21T08:00+01:00,2026-11-21\n"
 
 READERS: dict[str, Reader] = {
     "JSON of a plan": Reader(
@@ -319,10 +316,9 @@ READERS: dict[str, Reader] = {
         ".zip", run_folder, damaged_zip, in_folder(lambda path: look(Trace.load(path))), TraceError, False
     ),
     "notebook": Reader(".ipynb", notebooks, damaged_json, grade, NoNotebook, False),
-    "roster": Reader(".csv", lambda: [ROSTER, b"Ada\nKim\n"], damaged_text, read_roster, ValueError),
     "file of progress": Reader(
-        ".json", lambda: [b'{"version": 1, "exercises": {"gpipe": {"tries": 1, "passed": false}}, "predictions": {}}'],
-        damaged_json, progress, NoNotebook, False,
+        ".json", lambda: [b'{"exercises": {"gpipe": {"tries": 1, "passed": false}}, "predictions": {}}'],
+        damaged_json, progress, ValueError, False,
     ),
     "config of a model": Reader(
         ".json", lambda: [json.dumps(CONFIG).encode()], damaged_json, architecture_of, ValueError
