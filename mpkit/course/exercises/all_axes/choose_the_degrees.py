@@ -71,7 +71,7 @@ def expected(case: Case) -> list[object]:
     """Return the best mesh: all are tried.
 
     >>> expected(Case(1, sizes={"model": "22B", "gpus": 24, "a_node": 8, "memory": 32, "batch": 128}))
-    [{'pp': 3, 'dp': 1, 'tp': 8}]
+    [{'pp': 6, 'dp': 1, 'tp': 4}]
     """
     return [choose_the_degrees(MODELS[case["model"]], cluster_of(case), case["batch"])]
 
