@@ -94,7 +94,7 @@ def page_name(student: str) -> str:
     """Return the file name of a student's page.
 
     >>> page_name("ada"), page_name("Kim Lee"), page_name("Kim/Lee")
-    ('ada.html', 'Kim_Lee-54b08251.html', 'Kim_Lee-f2a7bd4d.html')
+    ('ada.html', 'Kim_Lee-54b08251.html', 'Kim_Lee-8aa5b59c.html')
     """
     slug = re.sub(r"[^\w.-]", "_", student)[:80]
     return (
