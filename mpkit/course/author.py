@@ -40,8 +40,6 @@ from mpkit.course.framework.equal import difference, spell
 from mpkit.course.framework.exercise import Answer, Budget, Case, CheckRow, Seen
 from mpkit.course.framework.kinds import OnRanks, Questions, call_with
 from mpkit.course.framework.measures import (
-    bytes_between_nodes,
-    bytes_inside_nodes,
     calls,
     collectives,
     copied_bytes,
@@ -49,6 +47,7 @@ from mpkit.course.framework.measures import (
     gathers_and_layers,
     makespan,
     messages,
+    node_bytes,
     payload,
     peak,
     ring,
@@ -62,10 +61,9 @@ from mpkit.course.framework.schedules import Schedules, bubble, in_turns, live
 from mpkit.trace import Kind, Lane
 
 __all__ = [
-    "Answer", "Any", "Budget", "Callable", "Case", "CheckRow", "F", "Host", "Iterable",
-    "Kind", "Lane", "Memory", "OnRanks", "PackedAnswer", "Questions", "Room", "Schedules", "Seen", "Tensor",
-    "bubble", "bytes_between_nodes", "bytes_inside_nodes", "call_with", "calls",
+    "Answer", "Any", "Budget", "Callable", "Case", "CheckRow", "F", "Host", "Iterable", "Kind", "Lane", "Memory",
+    "OnRanks", "PackedAnswer", "Questions", "Room", "Schedules", "Seen", "Tensor", "bubble", "call_with", "calls",
     "checkpoint_by_hand", "collectives", "copied_bytes", "count_exposed_layers", "difference",
-    "gathers_and_layers", "in_turns", "live", "makespan", "messages", "mk", "nn", "payload", "peak",
+    "gathers_and_layers", "in_turns", "live", "makespan", "messages", "mk", "nn", "node_bytes", "payload", "peak",
     "record_stage", "ring", "sent_bytes", "serial", "spell", "torch", "wire",
 ]  # fmt: skip

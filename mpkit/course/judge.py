@@ -185,18 +185,13 @@ def tell(entry: ExerciseEntry, row: CheckRow, right: Sequence[Case] = ()) -> tup
             return SLIP, ()
         if isinstance(exercise, OnRanks):
             cases = [case for case in right if case != seen.case]
-            relation = _over_budget(row, seen) or find_relation(seen, cases)
+            relation = find_relation(seen, cases)
+            if seen.budget:
+                said = f"Counted: {seen.budget}: {row.got}, and {row.expected} is allowed."
+                relation = Relation("over-budget", f"The results are right on {seen.case}. {said}")
             if relation is not None:
                 return relation.name, [f"{relation.words} {hint}" for hint in exercise.otherwise]
     return "", exercise.otherwise
-
-
-def _over_budget(row: CheckRow, seen: Seen) -> Relation | None:
-    """Return by how much the answer exceeds a budget, if it does: its results are right then."""
-    if not seen.budget:
-        return None
-    said = f"The results are right on {seen.case}. Counted: {seen.budget}: {row.got}, and {row.expected} is allowed."
-    return Relation("over-budget", said)
 
 
 def _is_typing_error(seen: Seen) -> bool:

@@ -11,6 +11,8 @@ to the exercises that it prepares for.
 
 from __future__ import annotations
 
+import functools
+import tomllib
 from collections.abc import Iterator
 from inspect import getsource
 from pathlib import Path
@@ -20,34 +22,19 @@ from typing import Any, Literal
 from mpkit.course.catalogue import ExerciseEntry, families, of_family
 from mpkit.course.framework.source import BEGIN, END, IMPORTS, given_in
 
-__all__ = ["NBGRADER", "Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
+__all__ = ["Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
 
 Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
-WORDS = {
-    "student": "Run the first cell. Then write your answer in the cells that say so, and run the check below each: a "
-    "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks measure what each "
-    "rank does against what a right answer needs: it may compute at most 1.75 times as much, use 3 times the memory "
-    "for its own tensors, and send 2.5 times the bytes and 6 times as many messages and collectives. Serial training "
-    "on every rank is right, but not parallel. A box that asks for a prediction keeps your first number.",
-    "solved": "These are the solutions. Look at them once your answer passes, or if it has failed for too long.",
-    "nbgrader": "Write your answer in the cells that say so, and run the check below each.",
-}
-NBGRADER = '''\
-"""nbgrader's configuration for the notebooks in source/, written by `mpkit exercises`."""
-
-c = get_config()
-
-c.CourseDirectory.course_id = "mpkit"
-# What a student finds in place of a solution: mk.check knows by it that nothing is written yet.
-c.ClearSolutions.code_stub = {"python": 'raise NotImplementedError("your turn")'}
-# Seconds for one cell. A check tries several cases on ranks, and each may hang; nbgrader's own 30 s are too few.
-c.ExecutePreprocessor.timeout = 600
-'''
 TURN = "your-turn"
 """The id of the tutorials' last cell."""
 UP = {"student": "../", "solved": "../../"}
 """The path from the notebook's folder to the tutorials."""
+
+
+@functools.cache
+def _texts() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("notebooks.toml").read_text("utf-8"))
 
 
 def write_notebooks(folder: Path) -> list[Path]:
@@ -65,7 +52,7 @@ def write_notebooks(folder: Path) -> list[Path]:
         nbformat.write(book, target)
         written.append(target)
     written.append(folder / "nbgrader" / "nbgrader_config.py")
-    written[-1].write_text(NBGRADER, encoding="utf-8")
+    written[-1].write_text(_texts()["nbgrader"]["config"], encoding="utf-8")
     return written
 
 
@@ -132,7 +119,11 @@ def _cells(package: ModuleType, kind: Kind) -> Iterator[tuple[str, str, dict[str
     entries = of_family(_family(package))
     title, _, text = (package.__doc__ or "").strip().partition("\n")
     contents = "\n".join(f"{i}. {entry.text.title}" for i, entry in enumerate(entries, 1))
-    yield "start-text", f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{WORDS[kind]}\n\n{contents}", None
+    yield (
+        "start-text",
+        f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{_texts()['words'][kind]}\n\n{contents}",
+        None,
+    )
     yield "imports", IMPORTS, None
     if given := given_in(getsource(package)):
         yield "given", given, None

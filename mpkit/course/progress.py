@@ -14,7 +14,7 @@ from mpkit.common.safe_text import escape
 from mpkit.common.size_limits import read_json, read_text
 from mpkit.course.catalogue import ExerciseEntry
 
-__all__ = ["FILE", "ExerciseProgress", "Overview", "Progress", "StudentPrediction"]
+__all__ = ["FILE", "ExerciseProgress", "Overview", "Progress"]
 
 
 FILE = "mpkit-progress.json"
@@ -46,31 +46,18 @@ class ExerciseProgress:
 
 
 @dataclass(frozen=True)
-class StudentPrediction:
-    """A prediction.
-
-    Attributes:
-        value: the number that was locked in.
-        shown: the number that it was first compared with; None if there was none yet.
-    """
-
-    value: float
-    shown: float | None = None
-
-
-@dataclass(frozen=True)
 class Progress:
     """A student's progress in all exercises.
 
     Attributes:
         path: the path of the file.
         done: the progress in each exercise, by name.
-        predictions: the predictions, by name.
+        predictions: the number that was locked in for each question, by name.
     """
 
     path: Path
     done: Mapping[str, ExerciseProgress]
-    predictions: Mapping[str, StudentPrediction] = field(default_factory=dict)
+    predictions: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path | None = None) -> Progress:
@@ -84,9 +71,7 @@ class Progress:
             return cls(path, {})
         try:
             told = read_json(read_text(path))
-            predictions = {
-                name: StudentPrediction(**one) for name, one in told.get("predictions", {}).items()
-            }
+            predictions = {name: float(one["value"]) for name, one in told.get("predictions", {}).items()}
             return cls(
                 path, {name: ExerciseProgress(**one) for name, one in told["exercises"].items()}, predictions
             )
@@ -113,15 +98,15 @@ class Progress:
         now = ExerciseProgress(tries, failures, ever, wrong)
         return replace(self, done={**self.done, name: now})
 
-    def add_prediction(self, name: str, predicted: StudentPrediction) -> Progress:
+    def add_prediction(self, name: str, value: float) -> Progress:
         """Return the progress with a prediction."""
-        return replace(self, predictions={**self.predictions, name: predicted})
+        return replace(self, predictions={**self.predictions, name: value})
 
     def write(self) -> None:
         """Write the file atomically; warn if it cannot be written."""
         told = {
             "exercises": {name: vars(one) for name, one in sorted(self.done.items())},
-            "predictions": {name: vars(one) for name, one in sorted(self.predictions.items())},
+            "predictions": {name: {"value": value} for name, value in sorted(self.predictions.items())},
         }
         try:
             write_whole(self.path, json.dumps(told, indent=1).encode())

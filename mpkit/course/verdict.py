@@ -183,7 +183,6 @@ def _tables(checked: Checked) -> str:
 
 
 def _table(rows: Sequence[CheckRow]) -> str:
-
     line = f"1px solid var(--jp-border-color2,{THEMES['light'].line})"
     style = f"padding:3px 14px 3px 0;text-align:left;vertical-align:top;border-bottom:{line}"
     head = "".join(f'<th style="{style};font-weight:500;{FAINT}">{name}</th>' for name in ("", *HEADS))
@@ -213,9 +212,11 @@ def _printed_html(checked: Checked) -> str:
 def _timelines(checked: Checked) -> str:
     """Return the timelines one above the other, on the same time axis if they are on the same clock."""
     assert checked.timelines is not None
-    shown = {
-        _title(name, checked): replace(timeline, notes=[]) for name, timeline in checked.timelines.items()
-    }
+    seen = checked.rows[-1].seen
+    hangs = seen is not None and seen.hang
+    yours = "Yours: the last communication of each rank that waits never ends" if hangs else "Yours"
+    titles = {"yours": yours, "target": "The solution's"}
+    shown = {titles[name]: replace(timeline, notes=[]) for name, timeline in checked.timelines.items()}
     pictures = [picture(timeline) for timeline in shown.values()]
     one_clock = len({timeline.clock for timeline in shown.values()}) == 1
     room = max(each.duration for each in pictures) if one_clock else 0.0
@@ -224,13 +225,6 @@ def _timelines(checked: Checked) -> str:
         image(svg(timeline, 760, title=title, room=room, gutter=gutter), f"{title}: {timeline!r}")
         for title, timeline in shown.items()
     )
-
-
-def _title(name: str, checked: Checked) -> str:
-    seen = checked.rows[-1].seen
-    if name == "yours" and seen is not None and seen.hang:
-        return "Yours: the last communication of each rank that waits never ends"
-    return {"yours": "Yours", "target": "The solution's"}[name]
 
 
 def _code(words: str) -> str:

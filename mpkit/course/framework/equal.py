@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WHOLE", "difference", "is_tensor", "spell", "wrong_call"]
+__all__ = ["WHOLE", "difference", "is_tensor", "spell"]
 
 WHOLE = 100
 """So many items of a list are shown where a result is shown whole."""
@@ -41,11 +41,6 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
     >>> difference({"w": 1.0}, {"w": 1.0 + 1e-9}) is None
     True
 
-    Where the key of a result is a call, the result is shown whole:
-
-    >>> difference({"group(0)": [0, 2]}, {"group(0)": [0, 1]})
-    'group(0) gave [0, 1], should be [0, 2]'
-
     A float64 tensor has to be as exact as float64 is:
 
     >>> difference(torch.tensor([0.1, 0.5], dtype=torch.float64), torch.tensor([0.1, 0.5]).double())
@@ -68,7 +63,7 @@ dtype=x.dtype changes"
         return None if same else f"{it} is {spell(got)}, not {spell(expected)}"
     kind = dict if isinstance(expected, dict) else (list, tuple)
     if not isinstance(got, kind):
-        return f"{it} is {spell(got)}, not {_kind(expected)}"
+        return f"{it} is {spell(got)}, not {'a dict' if kind is dict else 'a list'}"
     if isinstance(expected, dict):
         faults = [f"lacks {key!r}" for key in expected if key not in got][:1]
         faults += [f"has {key!r} too many" for key in got if key not in expected][:1]
@@ -77,29 +72,11 @@ dtype=x.dtype changes"
         # "losses[1]", not "['losses'][1]": most results are a dict of lists
         named = {key: key if not at and str(key).isidentifier() else f"{at}[{key!r}]" for key in expected}
         pairs = [(named[key], expected[key], got[key]) for key in expected]
-        if call := wrong_call(expected, got):
-            return _gave(call, expected, got)
     else:
         if len(expected) != len(got):
             return f"{it} has {len(got)} items, not {len(expected)}"
         pairs = [(f"{at}[{i}]", each, got[i]) for i, each in enumerate(expected)]
     return next((said for place, a, b in pairs if (said := difference(a, b, place))), None)
-
-
-def wrong_call(expected: Any, got: Any) -> str:
-    """Return the first key that is a call and whose result is wrong; "" if there is none.
-
-    >>> wrong_call({"f(1)": 2, "f(2)": 4}, {"f(1)": 2, "f(2)": 3})
-    'f(2)'
-    """
-    if not (isinstance(expected, dict) and isinstance(got, dict)):
-        return ""
-    calls = (key for key in expected if str(key).endswith(")") and key in got)
-    return next((key for key in calls if difference(expected[key], got[key]) is not None), "")
-
-
-def _gave(call: str, expected: Any, got: Any) -> str:
-    return f"{call} gave {spell(got[call], WHOLE)}, should be {spell(expected[call], WHOLE)}"
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
@@ -170,7 +147,3 @@ def spell(value: Any, most: int = 4) -> str:
 def _cut(text: str, longest: int) -> str:
     """Shorten a text to what fits into a table's cell."""
     return text if len(text) < longest else text[: longest - 3] + "..."
-
-
-def _kind(value: Any) -> str:
-    return "a dict" if isinstance(value, dict) else "a list"

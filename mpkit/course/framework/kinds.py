@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mpkit.course.framework.equal import WHOLE, difference, spell, wrong_call
+from mpkit.course.framework.equal import WHOLE, difference, spell
 from mpkit.course.framework.exercise import UNFORESEEN, Answer, Budget, Case, CheckRow, Exercise, Seen
 from mpkit.course.framework.measures import row_beside
 from mpkit.course.framework.room import PackedAnswer, Room
@@ -110,8 +110,6 @@ class OnRanks(Exercise):
         for rank, (expected, got) in enumerate(zip(seen.expected, seen.got, strict=True)):
             wrong = difference(expected, got)
             if wrong is not None:
-                if call := wrong_call(expected, got):
-                    return CheckRow(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
                 whole = spell(expected, WHOLE)
                 short = whole if len(whole) <= LONGEST else spell(expected)
                 return CheckRow(what, short, f"rank {rank}: {wrong}", False, seen)
@@ -132,7 +130,9 @@ class Questions(Exercise):
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Check the values question by question, all of them."""
-        given = self._read_values(answer, room)  # before anything that it could look for is on this machine
+        given = room.play(
+            _value, answer, Case(1)
+        )  # before anything that it could look for is on this machine
         truth = self.truth(room)
         seen = replace(given, expected=[dict(truth)])
         values = seen.got[0] if seen.got is not None else None
@@ -168,9 +168,6 @@ class Questions(Exercise):
         if isinstance(right, float) and isinstance(value, int | float) and not isinstance(value, bool):
             return abs(value - right) <= self.within.get(name, 0.01) * abs(right)
         return difference(right, value) is None
-
-    def _read_values(self, answer: PackedAnswer, room: Room) -> Seen:
-        return room.play(_value, answer, Case(1))
 
 
 def _value(ctx: Context, answer: Any, case: Case) -> Any:

@@ -26,8 +26,6 @@ from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
-    "bytes_between_nodes",
-    "bytes_inside_nodes",
     "calls",
     "collectives",
     "copied_bytes",
@@ -35,6 +33,7 @@ __all__ = [
     "gathers_and_layers",
     "makespan",
     "messages",
+    "node_bytes",
     "payload",
     "peak",
     "ring",
@@ -94,47 +93,33 @@ def wire(seen: Seen) -> float:
     return sent_bytes(seen) + ring(seen)
 
 
-def bytes_between_nodes(seen: Seen) -> float:
-    """Return the bytes that the busiest rank sends in collectives and messages that leave its node.
+def node_bytes(*, leaving: bool) -> Callable[[Seen], float]:
+    """Return a measure: the bytes that the busiest rank sends in messages and collectives that leave its node, or stay.
 
     A node has `case["a_node"]` ranks.
     """
-    return _most_of(seen, leaving=True)
 
+    def bytes_of(seen: Seen) -> float:
+        k, sent = seen.case["a_node"], [0.0] * len(seen.ranks)
+        for number, rank in enumerate(seen.ranks):
+            for op in rank.ops[(rank.ops["lane"] == Lane.COMM) & (rank.ops["kind"] != Kind.BARRIER)]:
+                rooted = op["kind"] in (Kind.SEND, Kind.RECV)
+                members = [number, int(op["peer"])] if rooted else _members(rank, op)
+                if (len({member // k for member in members}) > 1) == leaving:
+                    sent[number] += _bytes(rank, op)
+        return max(sent)
 
-def bytes_inside_nodes(seen: Seen) -> float:
-    """Return the bytes that the busiest rank sends in those that stay in its node."""
-    return _most_of(seen, leaving=False)
-
-
-def _most_of(seen: Seen, *, leaving: bool) -> float:
-    k = seen.case["a_node"]
-    return max(
-        sum(_bytes(rank, op) for op in _communication(rank) if _leaves(rank, number, op, k) == leaving)
-        for number, rank in enumerate(seen.ranks)
-    )
-
-
-def _communication(rank: Any) -> Any:
-    return rank.ops[(rank.ops["lane"] == Lane.COMM) & (rank.ops["kind"] != Kind.BARRIER)]
+    return bytes_of
 
 
 def _members(rank: Any, op: Any) -> list[int]:
     return [int(each) for each in rank.name(int(op["group"])).split(",") if each]
 
 
-def _leaves(rank: Any, number: int, op: Any, k: int) -> bool:
-    """Return whether a collective or message has ranks of two nodes."""
-    rooted = op["kind"] in (Kind.SEND, Kind.RECV)
-    members = [number, int(op["peer"])] if rooted else _members(rank, op)
-    return len({member // k for member in members}) > 1
-
-
 def _bytes(rank: Any, op: Any) -> float:
-    if op["kind"] == Kind.SEND:
-        return float(op["bytes"])
-    if op["kind"] == Kind.RECV:
-        return 0.0
+    """Return the bytes that a rank sends for a message, or for a collective as on a ring."""
+    if op["kind"] in (Kind.SEND, Kind.RECV):
+        return float(op["bytes"]) if op["kind"] == Kind.SEND else 0.0
     return float(op["bytes"]) * wire_factor(int(op["kind"]), len(_members(rank, op)))
 
 
@@ -145,7 +130,12 @@ def copied_bytes(kind: Kind) -> Callable[[Seen], float]:
 
 def count_exposed_layers(seen: Seen) -> float:
     """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
-    return _most(seen, _alone)
+
+    def exposed(ops: Any) -> int:
+        gathers, layers = gathers_and_layers(ops)
+        return sum(not any(issued < layer < waited for issued, waited in gathers) for layer in layers)
+
+    return _most(seen, exposed)
 
 
 def gathers_and_layers(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
@@ -154,11 +144,6 @@ def gathers_and_layers(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
     gathers = [place for place, op in enumerate(ops) if op["kind"] == Kind.ALL_GATHER]
     layers = [place for place, op in enumerate(ops) if op["kind"] == Kind.COMPUTE]
     return [(place, waits.get(place, len(ops))) for place in gathers], layers
-
-
-def _alone(ops: Any) -> int:
-    gathers, layers = gathers_and_layers(ops)
-    return sum(not any(issued < layer < waited for issued, waited in gathers) for layer in layers)
 
 
 def makespan(seen: Seen) -> float:
@@ -214,26 +199,22 @@ class Limit:
         )
 
 
-def _most_flops(seen: Seen) -> float:
-    return max((flops for flops, _ in seen.used), default=0.0)
-
-
-def _held_bytes(seen: Seen) -> float:
-    return max((held for _, held in seen.used), default=0.0)
-
-
-def _call_count(seen: Seen) -> float:
-    return messages(seen) + collectives(seen)
+def _most_used(which: int) -> Callable[[Seen], float]:
+    """Return a measure: the most FLOPs (0), or bytes of its own (1), of a rank."""
+    return lambda seen: max((used[which] for used in seen.used), default=0.0)
 
 
 WORK = Limit(
-    "work of the busiest rank", _most_flops, 1.75, 0.0, "{:.4g} multiplications and additions".format
+    "work of the busiest rank", _most_used(0), 1.75, 0.0, "{:.4g} multiplications and additions".format
 )
 """A forward twice is 4/3 of the work, and not all of two shares."""
 
-HELD = Limit("what the fullest rank holds of its own", _held_bytes, 3.0, 4096.0, bytes_text)
+HELD = Limit("what the fullest rank holds of its own", _most_used(1), 3.0, 4096.0, bytes_text)
 BYTES = Limit("all that the busiest rank sends", wire, 2.5, 1024.0, bytes_text)
-CALLS = Limit("messages and collectives of the busiest rank", _call_count, 6.0, 12.0, "{:g}".format)
+CALLS = Limit(
+    "messages and collectives of the busiest rank", lambda seen: messages(seen) + collectives(seen), 6.0, 12.0,
+    "{:g}".format,
+)  # fmt: skip
 """Six: for each parameter of a small model one, in place of one for all."""
 
 
@@ -244,7 +225,7 @@ def row_beside(seen: Seen, target: Seen) -> CheckRow:
         seen: what the answer did.
         target: what the reference did in the same case.
     """
-    limits = ([WORK] if _most_flops(target) else []) + [HELD, BYTES, CALLS]
+    limits = ([WORK] if WORK.measure(target) else []) + [HELD, BYTES, CALLS]
     rows = [limit.row(seen, target) for limit in limits]
     within = CheckRow(
         f"what each rank computes, holds and sends, on {seen.case}",

@@ -3,7 +3,7 @@
 For each case:
 
     read       evaluate the answer on a rank, and take its rows
-    validate   check that it does every forward and backward, in an order that can finish, within the cap on memory
+    validate   check that it does every forward and backward, in an order that can finish
     shape      check that it is the schedule that the text names, where that is asked for
     budgets    check the budgets on the simulated clock
     train      train a model with it on real ranks; the losses must equal those of serial training
@@ -12,7 +12,7 @@ For each case:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import difference, spell
@@ -68,18 +68,14 @@ class Schedules(Exercise):
             "virtual_stages" is the number of stages per rank.
         also: the sizes that the answer, if it is a function, takes after p and m, such as ("virtual_stages",).
         budgets: limits on `bubble`, `live` or `measures.makespan`.
-        max_live: max_live(case): the most live micro-batches that a rank may have; None: no cap.
         shape: shape(schedule, case) returns what keeps a schedule from being the one that the text asks for, in words;
             "" if nothing does. None: any schedule within the budgets is right.
-        times: arguments of `simulate`: forward, input_grad, weight_grad, hop.
     """
 
     cases: Sequence[Case]
     also: Sequence[str] = ()
     budgets: Sequence[Budget] = ()
-    max_live: Callable[[Case], float] | None = None
     shape: Callable[[Schedule, Case], str] | None = None
-    times: dict[str, Any] = field(default_factory=dict)
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer case by case."""
@@ -120,22 +116,19 @@ class Schedules(Exercise):
         """Try another answer on the same case."""
         return replace(self._try_case(answer, seen.case, room), budget=seen.budget)
 
-    def _read(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
-        more = [case[name] for name in self.also]
-        asked = {**case.sizes, "stages": case.ranks, "more": more}
-        return replace(room.play(_rows, answer, replace(case, ranks=1, sizes=asked)), case=case)
-
     def _try_case(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
-        read = replace(self._read(answer, case, room), expected=[None])
+        asked = {**case.sizes, "stages": case.ranks, "more": [case[name] for name in self.also]}
+        read = room.play(_rows, answer, replace(case, ranks=1, sizes=asked))
+        read = replace(read, case=case, expected=[None])
         if read.got is None:
             return read
         try:
             schedule = Schedule(read.got[0], name="yours")
             _right_size(schedule, case)
-            schedule.validate(max_live=self.max_live(case) if self.max_live else None)
+            schedule.validate()
         except ValueError as error:
             return replace(read, error=str(error), got=None)
-        return replace(read, schedule=schedule, simulated=simulate(schedule, **self.times))
+        return replace(read, schedule=schedule, simulated=simulate(schedule))
 
 
 def _right_size(schedule: Schedule, case: Case) -> None:

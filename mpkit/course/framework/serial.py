@@ -30,7 +30,6 @@ __all__ = [
     "model",
     "mse",
     "outcome",
-    "outputs",
     "sgd",
     "share",
     "train",
@@ -60,13 +59,14 @@ def model(seed: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
     return fill(nn.Sequential(*layers[:-1]), seed)
 
 
-def mlp(layers: int, seed: int) -> nn.Sequential:
-    """Return the given number of layers of width 6; each is one item with its tanh, so that a pipeline can cut there.
+def mlp(layers: int, seed: int, width: int = 6, *more: nn.Module) -> nn.Sequential:
+    """Return linear layers; each is one item with its tanh and whatever more, so that a pipeline can cut there.
 
     >>> len(mlp(4, seed=1))
     4
     """
-    return fill(nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(layers))), seed)
+    items = (nn.Sequential(nn.Linear(width, width), nn.Tanh(), *more) for _ in range(layers))
+    return fill(nn.Sequential(*items), seed)
 
 
 def fill(module: M, seed: int) -> M:
@@ -88,15 +88,6 @@ def batches(case: Case, samples: int, steps: int) -> list[Batch]:
         x = torch.randn(samples, 6, generator=generator, dtype=torch.float64) + 0.3
         made.append((x, torch.tanh(x @ truth)))
     return made
-
-
-def outputs(samples: int) -> int:
-    """Return the bytes of all outputs in `model`, of layers and of tanh, for so many samples.
-
-    >>> outputs(1) // 8
-    35
-    """
-    return 8 * samples * (2 * sum(WIDTHS[1:]) - WIDTHS[-1])
 
 
 def share(batch: Batch, rank: int, ranks: int) -> Batch:

@@ -64,9 +64,6 @@ class Grader:
         sweep(set)
         self._folder.cleanup()
 
-    def _collect(self, each: HandedIn) -> _NotebookAnswers:
-        return _collect(each, self._guard, self._judges, self._base)
-
     def all(self, submissions: Sequence[HandedIn]) -> Iterator[Grade]:
         """Yield the grades in order; while one notebook is judged, the next one runs."""
         with ThreadPoolExecutor(1) as ahead:
@@ -81,6 +78,39 @@ class Grader:
                 for left in coming:
                     left.cancel()
                 sweep(set)  # interrupted: what runs ahead ends now, and not when its time is over
+
+    def _collect(self, each: HandedIn) -> _NotebookAnswers:
+        """Run a notebook, and collect its answers."""
+        if each.broken:
+            return _NotebookAnswers(notes=[each.broken])
+        with tempfile.TemporaryDirectory(dir=self._base, ignore_cleanup_errors=True) as name:
+            place = Path(name)
+            out, work, cells = place / "answers", place / "work", place / "cells.json"
+            out.mkdir()
+            work.mkdir()
+            cells.write_text(json.dumps(each.cells), encoding="utf-8")
+            (work / "notebook.ipynb").write_bytes(each.data)
+            command = [
+                *(sys.executable, "-m", "mpkit.course.grading.collect"),
+                *(str(cells), str(out), str(self._guard.memory)),
+                *(f"{entry.name}={entry.exercise.name_of_answer}" for entry in each.exercises),
+            ]
+            why = self._guard.run(command, place, work, environment(place), self._judges.pids, out / STARTED)
+            if not why and not (out / ENDED).exists():
+                why = "it left before its last cell"
+            collected = _NotebookAnswers(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+            if why.endswith(TOO_BUSY):
+                collected.too_busy = why
+            collected.notes += [NOT_APART] if way_to_enclose() == "none" else []
+            collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
+            for entry in each.exercises:
+                answer = _read_left_file(out / f"{entry.name}.answer")
+                if answer is not None:
+                    collected.answers[entry.name] = answer
+                elif (reason := _read_left_file(out / f"{entry.name}.why")) is not None:
+                    said = reason.decode("utf-8", "replace")[:300]
+                    collected.remarks[entry.name] = f"no answer was found ({said})"
+            return collected
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -100,40 +130,6 @@ class _NotebookAnswers:
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
     too_busy: str = ""
-
-
-def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _NotebookAnswers:
-    """Run a notebook, and collect its answers."""
-    if each.broken:
-        return _NotebookAnswers(notes=[each.broken])
-    with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as name:
-        place = Path(name)
-        out, work, cells = place / "answers", place / "work", place / "cells.json"
-        out.mkdir()
-        work.mkdir()
-        cells.write_text(json.dumps(each.cells), encoding="utf-8")
-        (work / "notebook.ipynb").write_bytes(each.data)
-        command = [
-            *(sys.executable, "-m", "mpkit.course.grading.collect"),
-            *(str(cells), str(out), str(guard.memory)),
-            *(f"{entry.name}={entry.exercise.name_of_answer}" for entry in each.exercises),
-        ]
-        why = guard.run(command, place, work, environment(place), judges.pids, out / STARTED)
-        if not why and not (out / ENDED).exists():
-            why = "it left before its last cell"
-        collected = _NotebookAnswers(notes=[f"the notebook did not run to its end: {why}"] if why else [])
-        if why.endswith(TOO_BUSY):
-            collected.too_busy = why
-        collected.notes += [NOT_APART] if way_to_enclose() == "none" else []
-        collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
-        for entry in each.exercises:
-            answer = _read_left_file(out / f"{entry.name}.answer")
-            if answer is not None:
-                collected.answers[entry.name] = answer
-            elif (reason := _read_left_file(out / f"{entry.name}.why")) is not None:
-                said = reason.decode("utf-8", "replace")[:300]
-                collected.remarks[entry.name] = f"no answer was found ({said})"
-        return collected
 
 
 def _read_left_file(path: Path) -> bytes | None:

@@ -14,7 +14,7 @@ from mpkit.common.safe_text import escape
 from mpkit.common.tracebacks import public
 from mpkit.course.predictions.amounts import EXAMPLES, amount, spell_amount
 from mpkit.course.predictions.questions import PredictionQuestion, question
-from mpkit.course.progress import Progress, StudentPrediction
+from mpkit.course.progress import Progress
 from mpkit.views.theme import STATUS
 
 __all__ = ["Prediction", "PredictionOutcome", "box", "predict"]
@@ -59,8 +59,7 @@ class Prediction:
     @property
     def value(self) -> float | None:
         """The number that is locked in; None if there is none yet."""
-        kept = self._stored_prediction
-        return kept.value if kept is not None else None
+        return Progress.read().predictions.get(self.question.name)
 
     def lock(self, value: float | str) -> None:
         """Lock in a number; if there is one already, that stays, and `said` says so.
@@ -68,12 +67,12 @@ class Prediction:
         Raises:
             ValueError: It is no such number.
         """
-        number, kept = amount(value, self.question.unit), self._stored_prediction
+        number, first = amount(value, self.question.unit), self.value
         self.said = ""
-        if kept is None:
-            Progress.read().add_prediction(self.question.name, StudentPrediction(number)).write()
-        elif kept.value != number:
-            self.said = f"{self._spell(kept.value)} was locked in first, and stays."
+        if first is None:
+            Progress.read().add_prediction(self.question.name, number).write()
+        elif first != number:
+            self.said = f"{self._spell(first)} was locked in first, and stays."
 
     def against(self, shown: float | None = None) -> PredictionOutcome:
         """Compare the prediction with theory; before a number is locked in, only ask for one.
@@ -82,14 +81,9 @@ class Prediction:
             shown: the number that a run measured, such as `run.timeline().bubble`. It is told beside theory's, by
                 which the prediction is judged. None: only theory's is told.
         """
-        kept = self._stored_prediction
         theory = self.question.truth()
         shown = theory if shown is None else amount(shown, self.question.unit)
-        if kept is None:
-            return PredictionOutcome(self.question, None, theory, shown)
-        if kept.shown is None:
-            Progress.read().add_prediction(self.question.name, StudentPrediction(kept.value, shown)).write()
-        return PredictionOutcome(self.question, kept.value, theory, shown)
+        return PredictionOutcome(self.question, self.value, theory, shown)
 
     def __str__(self) -> str:
         if self.value is None:
@@ -111,10 +105,6 @@ class Prediction:
             return {**box(self)._repr_mimebundle_(), **bundle}
         return bundle
 
-    @property
-    def _stored_prediction(self) -> StudentPrediction | None:
-        return Progress.read().predictions.get(self.question.name)
-
     def _spell(self, value: float) -> str:
         return spell_amount(value, self.question.unit)
 
@@ -134,11 +124,6 @@ class PredictionOutcome:
     value: float | None
     theory: float
     shown: float
-
-    @property
-    def gap(self) -> float | None:
-        """The prediction less what theory says; None if there was no prediction."""
-        return self.value - self.theory if self.value is not None else None
 
     def __str__(self) -> str:
         theory, shown = (spell_amount(each, self.question.unit) for each in (self.theory, self.shown))

@@ -6,9 +6,12 @@ What is true is computed by the kit's own simulation, or by the formula that is 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.predictions.amounts import spell_amount
@@ -16,7 +19,7 @@ from mpkit.course.predictions.amounts import spell_amount
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["QUESTIONS", "PredictionQuestion", "question"]
+__all__ = ["PredictionQuestion", "all_questions", "question"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def question(name: str) -> PredictionQuestion:
     Raises:
         ValueError: There is none of that name.
     """
-    known = {each.name: each for each in QUESTIONS}
+    known = all_questions()
     asked: Any = name
     if isinstance(asked, str) and asked in known:
         return known[asked]
@@ -85,57 +88,20 @@ def _simulate(schedule: str, microbatches: int) -> Timeline:
     return simulate(Plan.pipeline(schedule, 4, microbatches))
 
 
-QUESTIONS = (
-    PredictionQuestion(
-        "ring-bytes",
-        "Eight ranks all-reduce a tensor of 4 MB around a ring. How many bytes does each rank send?",
-        "bytes",
-        lambda: 2 * 7 / 8 * 4e6,
-        "Each rank sends 2(n-1) parts, and a part is an n-th of the tensor: 14 parts of 0.5 MB.",
-    ),
-    PredictionQuestion(
-        "buckets",
-        "The gradients of a model are 50 tensors of 2 MB each. DDP's buckets are closed as soon as they hold 25 MB or "
-        "more. How many all-reduces does a step take?",
-        "",
-        lambda: math.ceil(50 / math.ceil(25 / 2)),
-        "Thirteen tensors close a bucket, since twelve are 24 MB: three buckets of 26 MB and one of 22 MB.",
-    ),
-    PredictionQuestion(
-        "zero-1-bytes",
-        "Mixed-precision Adam keeps 2 bytes per parameter for the weight, 2 for its gradient and 12 for the optimizer. "
-        "With ZeRO-1 on 8 GPUs, how many bytes per parameter does each GPU hold?",
-        "",
-        lambda: 2 + 2 + 12 / 8,
-        "ZeRO-1 shards the optimizer's 12 bytes only: 4 + 12/8. Even on a thousand GPUs it stays above 4.",
-    ),
-    PredictionQuestion(
-        "1f1b-live",
-        "1F1B with 4 stages and 32 micro-batches: how many micro-batches' activations does the first GPU hold at most?",
-        "",
-        lambda: float(_simulate("1f1b", 32).peak_memory[0]["activations"]),
-        "It begins its backwards after p forwards, and then does one for each forward: p, however large m is.",
-    ),
-    PredictionQuestion(
-        "naive-bubble",
-        "Four GPUs hold one stage of a model each, and work one after the other. Which share of a step is each idle?",
-        "share",
-        lambda: _simulate("naive", 1).bubble,
-        "One of four works at any time: the bubble is (p-1)/p, with p stages.",
-    ),
-    PredictionQuestion(
-        "bubble",
-        "GPipe with 4 stages and 8 micro-batches: which share of a step is each GPU idle?",
-        "share",
-        lambda: _simulate("gpipe", 8).bubble,
-        "Each GPU is idle for p-1 micro-batches' time out of m+p-1: the bubble is (p-1)/(m+p-1), here 3/11.",
-    ),
-    PredictionQuestion(
-        "ddp-bytes",
-        "A model has 1,000,000 parameters in fp32. DDP all-reduces their gradients around a ring of 4 GPUs. "
-        "How many bytes does each GPU send per step?",
-        "bytes",
-        lambda: 2 * 3 / 4 * 4 * 1_000_000,
-        "Each of n ranks sends 2(n-1)/n of the payload: once around to add up, once more to tell; the payload is 4 MB.",
-    ),
-)  # fmt: skip
+TRUTHS: Mapping[str, Callable[[], float]] = {
+    "ring-bytes": lambda: 2 * 7 / 8 * 4e6,
+    "buckets": lambda: math.ceil(50 / math.ceil(25 / 2)),
+    "zero-1-bytes": lambda: 2 + 2 + 12 / 8,
+    "1f1b-live": lambda: float(_simulate("1f1b", 32).peak_memory[0]["activations"]),
+    "naive-bubble": lambda: _simulate("naive", 1).bubble,
+    "bubble": lambda: _simulate("gpipe", 8).bubble,
+    "ddp-bytes": lambda: 2 * 3 / 4 * 4 * 1_000_000,
+}
+"""What is true, by the kit's own simulation or by the formula that the question's `why` gives."""
+
+
+@functools.cache
+def all_questions() -> dict[str, PredictionQuestion]:
+    """Return the questions by name."""
+    texts = tomllib.loads(Path(__file__).with_name("questions.toml").read_text("utf-8"))
+    return {name: PredictionQuestion(name=name, truth=TRUTHS[name], **words) for name, words in texts.items()}

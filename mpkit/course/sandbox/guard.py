@@ -109,7 +109,10 @@ class Guard:
         """Return which limit these processes exceed; "" for none."""
         if len(running) > self.processes:
             return f"it ran {len(running)} processes; {self.processes} are allowed"
-        held = sum(_resident(process) for process in running)
+        held = 0
+        for process in running:
+            with contextlib.suppress(psutil.Error):
+                held += process.memory_info().rss
         if held > self.memory:
             return f"it took {memory_text(held)} of memory; {memory_text(self.memory)} are allowed"
         return ""
@@ -181,13 +184,6 @@ def _folder_bytes(place: Path) -> int:
             with contextlib.suppress(OSError):
                 nbytes += os.lstat(os.path.join(name, file)).st_size
     return nbytes
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:
-        return 0
 
 
 def adopt_orphans() -> None:

@@ -33,12 +33,13 @@ def data(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
 
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the micro-batches' sizes, who else has the same samples, how often each is used, and the gradient."""
-    mesh = Mesh(pp=case["pp"], dp=case["dp"], tp=case["tp"])
+    shape = {axis: case[axis] for axis in ("pp", "dp", "tp")}
+    mesh = Mesh(**shape)
     made = {axes: [ctx.comm.group(ranks) for ranks in mesh.groups(*axes)] for axes in (("dp",), ("pp", "tp"))}
     along = {axes: next(g for g in groups if ctx.rank in g.ranks) for axes, groups in made.items()}
     # ---- cut
     try:
-        cut = answer(ctx.rank, *mesh_shape(case), case["batch"], case["microbatches"])
+        cut = answer(ctx.rank, *shape.values(), case["batch"], case["microbatches"])
     except ValueError:
         return "refused"
     cut = [[int(sample) for sample in each] for each in cut]
@@ -61,11 +62,6 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
         "how often a sample is used": ctx.comm.all_reduce(used, along["dp",]),
         "gradient": gradient,
     }
-
-
-def mesh_shape(case: Case) -> tuple[int, int, int]:
-    """Return the degrees (pp, dp, tp)."""
-    return case["pp"], case["dp"], case["tp"]
 
 
 def expected(case: Case) -> list[object]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpkit.course.author import *
 
 
@@ -78,64 +76,52 @@ def expected(case: Case) -> list[object]:
     return [[serial.train(model, data[: step + 1])["weights"] for step in range(STEPS)]] * case.ranks
 
 
-Spans = dict[str, Any]
-
-
 def late(seen: Seen) -> float:
     """Count the all-reduces that were not started during a backward."""
-    return _most(
-        seen,
-        lambda ops, spans: (ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], *_times(spans["backward"])),
-    )
+    return _most(seen, Kind.ALL_REDUCE, lambda rank, op: _backward_of(rank, op) is None)
 
 
 def waits(seen: Seen) -> float:
     """Count the waits during a backward."""
-    return _most(
-        seen, lambda ops, spans: (ops["kind"] == Kind.WAIT) & _in(ops["start"], *_times(spans["backward"]))
-    )
+    return _most(seen, Kind.WAIT, lambda rank, op: _backward_of(rank, op) is not None)
 
 
 def kept_back(seen: Seen) -> float:
     """Return the bytes that nobody had begun to send when the last gradient of their backward was complete."""
 
-    def of(ops: Any, spans: Spans) -> Any:
-        begins, ends = _times(spans["backward"])
-        gradients = spans["gradient"]["start"]
-        last = gradients[np.searchsorted(gradients, ends) - 1]
-        return ops["bytes"] * ((ops["kind"] == Kind.ALL_REDUCE) & ~_in(ops["start"], begins, last))
+    def bytes_of(rank: Any, op: Any) -> float:
+        backward = _backward_of(rank, op)
+        in_time = backward is not None and any(
+            op["start"] <= gradient["start"] <= backward["end"] for gradient in _spans(rank, "gradient")
+        )
+        return 0.0 if in_time else float(op["bytes"])
 
-    return _most(seen, of)
+    return _most(seen, Kind.ALL_REDUCE, bytes_of)
 
 
 def raced(seen: Seen) -> float:
     """Count the all-reduces that nobody had waited for when the optimizer's step began."""
-    return _most(seen, lambda ops, spans: (ops["kind"] == Kind.ALL_REDUCE) & _open(ops, spans["step"]))
+
+    def is_open(rank: Any, op: Any) -> bool:
+        steps = [step["start"] for step in _spans(rank, "step") if step["start"] >= op["start"]]
+        return bool(op["end"] == 0 or op["end"] > min(steps, default=op["end"]))
+
+    return _most(seen, Kind.ALL_REDUCE, is_open)
 
 
-def _open(ops: Any, step: Any) -> Any:
-    """Return, for each op, whether the first optimizer step after its start began before its end."""
-    after = np.append(step["start"], np.iinfo(np.int64).max)
-    return (ops["end"] == 0) | (ops["end"] > after[np.searchsorted(after, ops["start"])])
+def _spans(rank: Any, name: str) -> list[Any]:
+    """Return a rank's spans of that name."""
+    return [op for op in rank.ops if rank.name(int(op["name"])) == name]
 
 
-def _times(spans: Any) -> tuple[Any, Any]:
-    return spans["start"], spans["end"]
+def _backward_of(rank: Any, op: Any) -> Any:
+    """Return the backward during which an op was started; None if there is none."""
+    return next((b for b in _spans(rank, "backward") if b["start"] <= op["start"] <= b["end"]), None)
 
 
-def _in(times: Any, begins: Any, ends: Any) -> Any:
-    """Return, for each time, whether one of the intervals has it."""
-    return ((begins <= times[:, None]) & (times[:, None] <= ends)).any(1)
-
-
-def _most(seen: Seen, of: Callable[[Any, Spans], Any]) -> float:
-    """Return the largest sum over a rank's ops of what is counted."""
-    sums = []
-    for rank in seen.ranks:
-        names = np.array([rank.name(int(name)) for name in rank.ops["name"]])
-        spans = {name: rank.ops[names == name] for name in ("backward", "gradient", "step")}
-        sums.append(of(rank.ops, spans).sum())
-    return float(max(sums))
+def _most(seen: Seen, kind: Kind, of: Callable[[Any, Any], float]) -> float:
+    """Return the largest sum over a rank's ops of a kind."""
+    return float(max(sum(of(rank, op) for op in rank.ops if op["kind"] == kind) for rank in seen.ranks))
 
 
 EXERCISE = OnRanks(

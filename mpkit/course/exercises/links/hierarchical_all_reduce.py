@@ -55,7 +55,7 @@ EXERCISE = OnRanks(
     cases=(Case(4, 1, {"a_node": 2}), Case(6, 2, {"a_node": 3}), Case(6, 3, {"a_node": 2})),
     play=call_with(lambda case, rank: (given(case, rank), case["a_node"])),
     budgets=(
-        Budget(BETWEEN, bytes_between_nodes, between, "bytes"),
-        Budget(INSIDE, bytes_inside_nodes, inside, "bytes"),
+        Budget(BETWEEN, node_bytes(leaving=True), between, "bytes"),
+        Budget(INSIDE, node_bytes(leaving=False), inside, "bytes"),
     ),
 )

@@ -64,13 +64,12 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
 
 def expected(case: Case) -> list[list[float]]:
     """Return where the two, as played, take equally long."""
-    return [[meet(_ring_less_tree(n, case["latency"] * 1e-6, case["bandwidth"] * 1e9)) for n in case["of"]]]
+    link = case["latency"] * 1e-6, case["bandwidth"] * 1e9
 
+    def crossover_of(n: int) -> float:
+        return meet(lambda nbytes: seconds_of_a_ring(nbytes, n, *link) - tree(nbytes, n, *link))
 
-def _ring_less_tree(n: int, latency: float, bandwidth: float) -> Callable[[float], float]:
-    return lambda nbytes: (
-        seconds_of_a_ring(nbytes, n, latency, bandwidth) - tree(nbytes, n, latency, bandwidth)
-    )
+    return [[crossover_of(n) for n in case["of"]]]
 
 
 EXERCISE = OnRanks(

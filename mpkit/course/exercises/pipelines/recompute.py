@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from mpkit.course.author import *
-from mpkit.course.framework.serial import fill
+from mpkit.course.framework.serial import mlp
 
 
 # %% answer
@@ -47,12 +47,8 @@ GOES_ON = "random numbers go on as if the backwards had drawn none"
 
 def stages(case: Case) -> list[nn.Sequential]:
     """Return one stage per rank: linear layers with tanh, and dropout if the case has it."""
-    layers = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(case["dropout"]))
-        for _ in range(LAYERS * case.ranks)
-    ]
-    whole = list(fill(nn.Sequential(*layers), case.seed))
-    return [nn.Sequential(*whole[LAYERS * rank : LAYERS * (rank + 1)]) for rank in range(case.ranks)]
+    layers = mlp(LAYERS * case.ranks, case.seed, WIDTH, nn.Dropout(case["dropout"]))
+    return [nn.Sequential(*list(layers)[LAYERS * rank : LAYERS * (rank + 1)]) for rank in range(case.ranks)]
 
 
 def batches(case: Case) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpkit.course.author import *
-from mpkit.course.framework.serial import fill
+from mpkit.course.framework.serial import mlp
 from mpkit.plan.schedule.schedules import one_f_one_b
 
 
@@ -70,12 +70,7 @@ UNIT = SAMPLES * WIDTH * 8
 
 def stages(case: Case) -> list[nn.Sequential]:
     """Return one stage per rank, of `LAYERS` linear layers with tanh each."""
-    layers = fill(
-        nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS * case.ranks))
-        ),
-        case.seed,
-    )
+    layers = mlp(LAYERS * case.ranks, case.seed, WIDTH)
     return [nn.Sequential(*list(layers)[LAYERS * rank : LAYERS * (rank + 1)]) for rank in range(case.ranks)]
 
 

@@ -35,7 +35,6 @@ seconds_of_a_step = {
 
 
 # %% checks
-PCIE, NVLINK, PIPELINE = tuple("ABC")
 
 
 def truth(room: Room) -> Mapping[str, float]:

@@ -40,7 +40,6 @@ predictions = {
 
 # %% checks
 TWICE, REST = 2 * M, round(1 - PRICE, 1)
-BEFORE, AFTER = M + P - 1, 2 * M + P - 1  # slots of a forward and a backward
 
 
 def step(m: int, forward: float) -> mk.Timeline:
@@ -67,9 +66,5 @@ def truth(room: Room) -> Mapping[str, float | int]:
     )
     return dict(zip(predictions, right, strict=True))
 
-
-OTHERS = P - 1
-TWICE_BEFORE = 2 * BEFORE
-REST_OF_ALL = REST * M
 
 EXERCISE = Questions()

@@ -35,7 +35,6 @@ causes = {
 
 
 # %% checks
-BUBBLE, EXPOSED, NOTHING, COPY, UNEVEN = tuple("ABCDE")
 
 
 def cause(t: mk.Timeline) -> str:

@@ -42,7 +42,6 @@ memory = {
 
 
 # %% checks
-TWO, DDP, THREE, ONE = tuple("ABCD")
 STATES = "bytes of states, ZeRO-1 on more GPUs"
 
 
