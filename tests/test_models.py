@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mpkit.data import images, spirals, text_batches
 from mpkit.models import GPT, MLP, ConvNet, GPTConfig, balance, chain, next_token_loss
 from mpkit.strategies.models.nested_values import LEAF, flatten, is_opaque, rebuild
+from tests.ingredients import Backwards
 
 # ---- Models are chains; chains are cut where it is best.
 
@@ -47,13 +48,6 @@ class Forked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.left(x) + self.right(x)
-
-
-class Backwards(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in reversed(self):
-            x = layer(x)
-        return x
 
 
 def test_a_chain_is_a_sequential_that_goes_through_its_layers() -> None:

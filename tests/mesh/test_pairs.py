@@ -408,10 +408,6 @@ def check_pictures(run: Run) -> None:
     assert str(step) and step.diagnose() is not None
     volume = step.comm_volume()
     assert (sum(row.wire for row in volume.rows) > 0) == (run.plan.ranks > 1), str(volume)
-    for sent in volume.rows:
-        even = sent.expected if sent.axis != "ep" or sent.even is None else sent.even
-        if even and sent.ratio is not None and not 0.97 <= sent.ratio <= 1.03:
-            print("OFF", run.plan, sent)
 
 
 def check_dry_run(run: Run, model: nn.Module, batch: Any, cluster: mk.Cluster, **how: Any) -> None:
