@@ -57,11 +57,7 @@ def check_degrees(example: str, **degrees: Any) -> None:
 
 @answers("Plan.dp(replicas=4)", keywords)
 def dp(cls: type[Any], replicas: int, **options: Any) -> Any:
-    """Plan data parallelism as torch.nn.DataParallel does it: rank 0 owns the model, replicates it and steps.
-
-    Args:
-        replicas: n, the number of ranks, each of which takes a part of the batch.
-        options: other fields of a Plan.
+    """Plan data parallelism on n ranks as torch.nn.DataParallel does it: rank 0 owns the model and steps.
 
     >>> from mpkit.plan.plan import Plan
     >>> Plan.dp(2)
@@ -73,12 +69,9 @@ def dp(cls: type[Any], replicas: int, **options: Any) -> Any:
 
 @answers("Plan.zero(stage=3, replicas=4)", keywords)
 def zero(cls: type[Any], stage: int, replicas: int | None = None, **options: Any) -> Any:
-    """Plan ZeRO (Rajbhandari et al. 2020): states that all replicas would hold are sharded among them.
+    """Plan ZeRO (Rajbhandari et al. 2020): states that all n replicas would hold are sharded among them.
 
-    Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.
-        replicas: n, the number of ranks, each of which takes a part of the batch and a shard of the states.
-        options: other fields of a Plan, such as offload or precision.
+    Stage 1 shards optimizer states, 2 gradients too, 3 parameters too.
 
     >>> from mpkit.plan.plan import Plan
     >>> Plan.zero(3, 4, precision="bf16")
@@ -101,11 +94,7 @@ def zero(cls: type[Any], stage: int, replicas: int | None = None, **options: Any
 
 @answers("Plan.tp(ranks=2)", keywords)
 def tp(cls: type[Any], ranks: int, **options: Any) -> Any:
-    """Plan tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): every layer is divided among the ranks.
-
-    Args:
-        ranks: t, the number of ranks.
-        options: other fields of a Plan, such as sequence_parallel.
+    """Plan tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): every layer is divided among t ranks.
 
     >>> from mpkit.plan.plan import Plan
     >>> Plan.tp(2, sequence_parallel=True)

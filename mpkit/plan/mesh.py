@@ -158,11 +158,6 @@ class Mesh:
         """Return the rank at these coordinates."""
         return self.rank_at((pp, dp, cp, tp), AXES)
 
-    def replica(self, rank: int) -> int:
-        """Return the number of a rank's replica; ranks along cp hold the same weights as those along dp."""
-        place = self.place(rank)
-        return place.dp * self.cp + place.cp
-
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, in ascending order, that differ from this one along these axes only, itself included."""
         along, every = self.parts(*axes), self.axes_with(*axes)

@@ -112,16 +112,12 @@ class Plan(metaclass=NamedConstructors):
     def __post_init__(self) -> None:
         check_plan(self)
 
-    # ------------------------------------------------------------ the classics by name
+    # ------------------------------------------------------------ the classics by name; options: other fields
 
     @classmethod
     @answers("Plan.serial(microbatches=4)", keywords)
     def serial(cls, microbatches: int = 1, **options: Any) -> Plan:
-        """Plan a run of the whole model on one rank; gradients accumulate over the micro-batches.
-
-        Args:
-            microbatches: m.
-            options: other fields of a Plan, such as precision.
+        """Plan a run of the whole model on one rank; gradients accumulate over the m micro-batches.
 
         >>> Plan.serial().ranks
         1
@@ -132,11 +128,7 @@ class Plan(metaclass=NamedConstructors):
     @classmethod
     @answers("Plan.naive_mp(stages=4)", keywords)
     def naive_mp(cls, stages: int, **options: Any) -> Plan:
-        """Plan naive model parallelism: the model is cut over ranks, of which one works at a time.
-
-        Args:
-            stages: p.
-            options: other fields of a Plan, such as cut or precision.
+        """Plan naive model parallelism: the model is cut into p stages on as many ranks, of which one works at a time.
 
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
@@ -147,11 +139,7 @@ class Plan(metaclass=NamedConstructors):
     @classmethod
     @answers("Plan.gpipe(stages=4, microbatches=8)", keywords)
     def gpipe(cls, stages: int, microbatches: int, **options: Any) -> Plan:
-        """Plan GPipe (Huang et al. 2019): a pipeline over micro-batches.
-
-        Args:
-            stages, microbatches: p and m.
-            options: other fields of a Plan, such as recompute, cut or precision.
+        """Plan GPipe (Huang et al. 2019): a pipeline of p stages over m micro-batches.
 
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
@@ -162,11 +150,7 @@ class Plan(metaclass=NamedConstructors):
     @classmethod
     @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', keywords)
     def pipeline(cls, schedule: str, ranks: int, microbatches: int, **options: Any) -> Plan:
-        """Plan a pipeline by the name of its schedule.
-
-        Args:
-            schedule, ranks, microbatches: the name of the schedule, p and m.
-            options: other fields of a Plan, such as virtual_stages or recompute.
+        """Plan a pipeline of p ranks and m micro-batches by the name of its schedule.
 
         >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
         Fraction(3, 19)
@@ -179,14 +163,10 @@ class Plan(metaclass=NamedConstructors):
     @classmethod
     @answers("Plan.ddp(replicas=4)", keywords)
     def ddp(cls, replicas: int, **options: Any) -> Plan:
-        """Plan distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020): every rank has the whole
-        model.
+        """Plan distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020).
 
-        `Plan.dp(n)` works like nn.DataParallel; `Plan.zero(stage, n)` shards what all replicas would hold.
-
-        Args:
-            replicas: n, the number of ranks, each of which takes a part of the batch.
-            options: other fields of a Plan, such as bucket_mb, or microbatches: gradients accumulate over them.
+        Each of n ranks has the whole model and a part of the batch. `Plan.dp(n)` works like nn.DataParallel;
+        `Plan.zero(stage, n)` shards what all replicas would hold.
 
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
@@ -199,12 +179,7 @@ class Plan(metaclass=NamedConstructors):
     def from_schedule(
         cls, schedule: Source, pp: int | None = None, microbatches: int | None = None, **options: Any
     ) -> Plan:
-        """Plan a pipeline that runs a schedule of your own, with the degrees that it has.
-
-        Args:
-            schedule: whatever `Schedule` is made from: rows of text or of Actions, or a function of (p, m).
-            pp, microbatches: p and m, the arguments for a schedule that is a function.
-            options: other fields of a Plan, such as recompute.
+        """Plan a pipeline that runs whatever `Schedule` is made from: rows, or a function of (pp, microbatches).
 
         >>> Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]).ranks
         2
@@ -294,8 +269,8 @@ class Plan(metaclass=NamedConstructors):
     def placement(self, model: Any = None, *, shards: Any = None, hardware: Any = None) -> Any:
         """Show where the plan puts a model: each rank's layers and node, and which ranks communicate over which link.
 
-        Under ZeRO it also shows which model states are sharded and, if the model is in one stage, who holds which
-        elements. A run balances its stages by FLOPs, which requires a batch; `run.placement()` shows what a run did.
+        Under ZeRO it also shows who holds which states. A run balances its stages by FLOPs, which requires a batch;
+        `run.placement()` shows what a run did.
 
         Args:
             model: the model whose layers are placed; None: show the mesh and its links only.

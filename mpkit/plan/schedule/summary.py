@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES, build_schedule, has_pairs
 from mpkit.plan.schedule.core import Schedule
@@ -77,6 +78,27 @@ def _order(name: str, p: int, m: int, v: int) -> Order:
     return build_schedule(name, p, m, v).order
 
 
+class _Shape(NamedTuple):
+    """What a schedule's ranks hold at most, by rank, and the pairs and the rank of each stage."""
+
+    peak_live: tuple[float, ...]
+    pairs: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
+
+
+def _shape_of(schedule: Schedule) -> _Shape:
+    pairs = Counter(action.stage for action in schedule.together)
+    held = (live / max(1, len(schedule.stages_of(rank))) for rank, live in enumerate(schedule.peak_live))
+    return _Shape(
+        tuple(held), tuple(pairs[stage] for stage in range(schedule.stages)), schedule.stage_to_rank
+    )
+
+
+@lru_cache(4096)
+def _named_shape(name: str, p: int, m: int, v: int) -> _Shape:
+    return _shape_of(build_schedule(name, p, m, SCHEDULES[name].stages_per_rank(v)))
+
+
 def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[int, ...]:
     """Return, by stage, how many of its forwards run as one with a backward.
 
@@ -84,23 +106,11 @@ def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tupl
     ((1, 1, 2, 2), (61, 61, 62, 62), (0, 0))
     """
     if isinstance(schedule, Schedule):
-        return _count_pairs(schedule)
-    stages_per_rank = SCHEDULES[schedule].stages_per_rank
+        return _shape_of(schedule).pairs
     if not has_pairs(schedule):
-        return (0,) * (p * stages_per_rank(v))
-    full = 3 * p
-    later = max(0, m - full)  # each has a pair on each stage
-    return tuple(count + later for count in _named_pairs(schedule, p, m - later, stages_per_rank(v)))
-
-
-def _count_pairs(schedule: Schedule) -> tuple[int, ...]:
-    counts = Counter(action.stage for action in schedule.together)
-    return tuple(counts[stage] for stage in range(schedule.stages))
-
-
-@lru_cache(4096)
-def _named_pairs(name: str, p: int, m: int, v: int) -> tuple[int, ...]:
-    return _count_pairs(build_schedule(name, p, m, v))
+        return (0,) * (p * SCHEDULES[schedule].stages_per_rank(v))
+    later = max(0, m - 3 * p)  # each has a pair on each stage
+    return tuple(count + later for count in _named_shape(schedule, p, m - later, v).pairs)
 
 
 def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
@@ -114,24 +124,15 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
     ((4.0, 3.0, 2.0, 1.0), (4.0, 4.0, 4.0, 4.0), (2.0, 2.0))
     """
     if isinstance(schedule, Schedule):
-        return tuple(
-            held / max(1, len(schedule.stages_of(rank))) for rank, held in enumerate(schedule.peak_live)
-        )
+        return _shape_of(schedule).peak_live
     entry = SCHEDULES[schedule]
-    v = entry.stages_per_rank(v)
-    if p * v == 1 and not entry.pairs:
+    if p * entry.stages_per_rank(v) == 1 and not entry.pairs:
         return (1.0,)  # gradients are accumulated: one micro-batch after the other
     if entry.holds_all:
         return (float(m),) * p
-    full = 3 * p
-    if m > full and (m % p == 0 or entry.per_rank != ANY):
-        m = full + m % p
-    return _peak_live(schedule, p, m, v)
-
-
-@lru_cache(4096)
-def _peak_live(name: str, p: int, m: int, v: int) -> tuple[float, ...]:
-    return tuple(held / v for held in build_schedule(name, p, m, v).peak_live)
+    if m > 3 * p and (m % p == 0 or entry.per_rank != ANY):
+        m = 3 * p + m % p
+    return _named_shape(schedule, p, m, v).peak_live
 
 
 def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
@@ -140,14 +141,11 @@ def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]
     >>> stage_ranks("1f1b", 4), stage_ranks("zbv", 2, 2)
     ((0, 1, 2, 3), (0, 1, 1, 0))
     """
-    if isinstance(schedule, Schedule):
-        return schedule.stage_to_rank
-    return _stage_ranks(schedule, p, SCHEDULES[schedule].stages_per_rank(v))
-
-
-@lru_cache(4096)
-def _stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
-    return build_schedule(name, p, 1, v).stage_to_rank
+    return (
+        schedule.stage_to_rank
+        if isinstance(schedule, Schedule)
+        else _named_shape(schedule, p, 1, v).stage_to_rank
+    )
 
 
 def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:

@@ -130,19 +130,15 @@ def _check_numbers(schedule: Schedule, what: str, count: int, number: Callable[[
 
 
 def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
-    """Fail because an action is missing.
-
-    The arrow is at another action of its stage and micro-batch or, if there is none, of its micro-batch.
-    """
-    others = [
-        ((other.stage != action.stage), rank, position, other)
+    """Fail because an action is missing; the arrow is at another one of its micro-batch, at best on its rank."""
+    holder = schedule.stage_to_rank[action.stage]
+    spots = [
+        (rank != holder, rank, position)
         for rank, row in enumerate(schedule.rows)
         for position, other in enumerate(row)
         if other.microbatch == action.microbatch
     ]
-    elsewhere, rank, position, other = min(others)
-    though = f", though there is {other}" if elsewhere else ""
-    _fail(schedule, f"{action} is missing: {why}{though}", (rank, position))
+    _fail(schedule, f"{action} is missing: {why}", min(spots)[1:])
 
 
 # ---- 3. it finishes
