@@ -12,8 +12,7 @@ rank3.stack      Python stacks, written on request
 rank3.ops ...    its trace: see mpkit.trace
 launched         whether ranks that a launcher started all write here
 difference       what a step has that serial training has not: JSON
-rank3.messages   fingerprints of its messages, and calls.* those of each group's collectives:
-                 mpkit.strategies.comm.call_checks
+calls.*          fingerprints of each group's collectives, and of messages: mpkit.strategies.comm.call_checks
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.launch.session.run import Run
 from mpkit.models import GPT, next_token_loss
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.replicas.batchnorm import Alone, over_whole_batch
+from mpkit.strategies.replicas.batchnorm import over_whole_batch
 from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
 from tests.serial import Clusters, Train, check_equal
@@ -376,7 +377,7 @@ def test_local_statistics_are_rank_0s(clusters: Clusters, make: Any) -> None:
 
 def test_one_value_per_channel_on_all_ranks_together_has_no_variance() -> None:
     norm = nn.BatchNorm1d(3)
-    over_whole_batch(norm, Alone())
+    over_whole_batch(norm, FakeGroup(1))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         norm(torch.randn(1, 3))
     assert torch.isfinite(norm(torch.randn(2, 3))).all()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -102,10 +103,6 @@ class FolderLock:
     def _take(self) -> bool:
         """Return whether the lock could be taken: alone for a moment, then shared with our own rank 0."""
         try:
-            import fcntl
-        except ImportError:  # Windows
-            return True
-        try:
             if not self._joins:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(self._handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -128,9 +125,7 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if _holder(self._folder) == self._holder:
                 (self._folder / HOLDER).unlink()
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
+        with contextlib.suppress(OSError):
             fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for children that inherited the handle
         os.close(self._handle)
         self._handle = -1
@@ -156,7 +151,7 @@ def _lives(holder: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

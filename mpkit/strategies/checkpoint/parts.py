@@ -24,7 +24,7 @@ from mpkit.common.disk import name_full_disk
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
 from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
 
-__all__ = ["SavedParts", "check_told", "name_of", "write_rank"]
+__all__ = ["SavedParts", "check_told", "name_of", "save_new", "write_rank"]
 
 
 def name_of(rank: int) -> str:
@@ -35,13 +35,18 @@ def name_of(rank: int) -> str:
 def write_rank(path: Path, parts: Mapping[str, HeldPart]) -> None:
     """Write a rank's file, and flush it to the disk."""
     content = {name: {"tensor": _compact(part.tensor), "place": part.place} for name, part in parts.items()}
+    save_new(path, content)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def save_new(path: Path, content: Any) -> None:
+    """Write a new file with `torch.save`; a full disk is named."""
     with name_full_disk(path.parent), path.open("xb") as file:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # of a full disk torch.save says that the file's position is unexpected
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -6,9 +6,9 @@
 When calls do not match, the last rank to publish sees the others' fingerprints and raises before it starts its own
 call. The other ranks therefore never receive data, and no backend meets mismatched sizes, at which it might abort.
 Nothing is sent: fingerprints are stored in files that all ranks map into memory, as a table of (collectives) x (members
-of the group) and as one log of messages per rank. Both consist of 64-bit words, each with one writer. Words are written
-and read atomically, so a reader sees either the old value or the new one; 0 means that the word has not been written.
-The file only grows: the first rank that needs more of it extends it.
+of the group), and of (messages) x (sender, receiver) for each tag. They consist of 64-bit words, each with one writer.
+Words are written and read atomically, so a reader sees the old value or the new one; 0 is a word not yet written. The
+file only grows: the first rank that needs more of it extends it.
 
 After a mismatch, the calls and their source lines are read from the ranks' traces.
 
@@ -16,7 +16,7 @@ Fingerprints: what all ranks of a call must agree on, as one word for comparison
 
     all_reduce               kind, dtype, shape, reduction
     broadcast, reduce, ...   kind, dtype, shape, root
-    all_to_all, uneven       kind, dtype, shape but for the number of rows
+    all_to_all, uneven       kind, dtype, shape but for the number of rows; that of each pair of ranks
     of plain torch           the group too, as there may be several of the same ranks
     a message                dtype, shape
 
@@ -33,18 +33,17 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol
-from zlib import crc32
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpkit.common.disk import NO_LINK
 from mpkit.errors import CommMismatch
-from mpkit.strategies.comm.arguments import tag_number
 from mpkit.trace import Kind, read_rank
 from mpkit.trace.mismatch import find_issued, why_not
 from mpkit.trace.record.files import claim
@@ -137,185 +136,72 @@ class SharedWords:
 
 
 class CallTable:
-    """The collectives of a group.
+    """The collectives of a group, or the messages of one tag from one rank to another: a row each, a column per rank.
 
     Attributes:
-        name: the group's name, as the trace spells it.
-        size: the number of members, which is also the number of words per row.
+        ranks: the group, or the two ends of the messages.
     """
 
     def __init__(self, path: Path, ranks: tuple[int, ...], rank: int) -> None:
-        self.name = ",".join(map(str, ranks))
-        self.ranks = ranks
-        self.size = len(ranks)
-        self._column = ranks.index(rank)
-        self._shared = SharedWords(path, 512 * self.size)
+        self.ranks, self._size, self._column = ranks, len(ranks), ranks.index(rank)
+        self._shared = SharedWords(path, 256 * self._size)
 
     def publish(self, number: int, word: int) -> None:
         """Write this rank's word of a row."""
-        first = number * self.size
-        if first + self.size > len(self._shared.words):
-            self._shared.hold(first + self.size)
+        first = number * self._size
+        self._shared.hold(first + self._size)
         self._shared.words[first + self._column] = word
 
     def row(self, number: int) -> memoryview:
-        """Return the words of all members, with 0 for those that have not reached the call.
+        """Return the words of all ranks, with 0 for those that have not reached the call.
 
         This rank must have published its own word of that row first.
         """
-        first = number * self.size
-        return self._shared.words[first : first + self.size]
-
-
-class Log:
-    """The messages of one rank, to and from all other ranks, in the order in which it issued them.
-
-    A message has three words: the peer, the direction and the tag (`key`); its number under that key; its fingerprint.
-    The first word of the file counts the messages.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._shared = SharedWords(path, 1 + 3 * 512)
-        self._count = 0  # messages written, or read, so far
-
-    def publish(self, key: int, number: int, word: int) -> None:
-        """Write one message; only the rank whose log it is calls this."""
-        at = 1 + 3 * self._count
-        self._shared.hold(at + 3)
-        words = self._shared.words
-        words[at], words[at + 1], words[at + 2] = key, number, word
-        self._count += 1
-        words[0] = self._count  # written last, so that every message it counts is complete
-
-    def news(self) -> memoryview:
-        """Return the words of the messages published since the last call; the other ranks call this."""
-        count = self._shared.words[0]
-        first, last = 1 + 3 * self._count, 1 + 3 * count
-        self._shared.hold(last)
-        self._count = count
-        return self._shared.words[first:last]
+        first = number * self._size
+        return self._shared.words[first : first + self._size]
 
 
 # ---- calls --------------------------------------------------------------------------------------------------
 
 
 UNWRITTEN = bytes(8)
+NO_ROWS: Mapping[tuple[int, int], int] = MappingProxyType({})
+MOST_TABLES = 10_000
+"""Of a program with more tags, messages of the later ones are not compared: each table is a mapped file."""
 
 
-class CheckedCall(Protocol):
-    """One call of this rank, which is compared with its peers' calls.
+class CheckedCall:
+    """One call of this rank: words that have to equal those of its peers, in the same rows of their tables.
 
-    Attributes:
+    Args:
+        group: the group or channel, as the trace spells it.
+        number: the call's number in it, which is the row.
         text: the arguments of the call; see `Fingerprint`.
+        words: each table with this rank's word in it.
     """
 
-    text: str
+    __slots__ = ("_checks", "_group", "_number", "_words", "text")
+
+    def __init__(
+        self, checks: CallChecks, group: str, number: int, text: str, words: Sequence[tuple[CallTable, int]]
+    ) -> None:
+        self._checks, self._group, self._number, self.text, self._words = checks, group, number, text, words
 
     def publish(self) -> None:
         """Publish the call to the peers and compare it with what they have published so far."""
-
-    def compare(self) -> None:
-        """Compare the call once more with what the peers have published since."""
-
-
-class Collective:
-    """A collective: a word in this rank's column that must equal all other words of its row."""
-
-    __slots__ = ("_checks", "_number", "_table", "_word", "text")
-
-    def __init__(self, checks: CallChecks, table: CallTable, number: int, fingerprint: Fingerprint) -> None:
-        self._checks, self._table, self._number = checks, table, number
-        self._word, self.text = fingerprint
-
-    def publish(self) -> None:
-        self._table.publish(self._number, self._word)
+        for table, word in self._words:
+            table.publish(self._number, word)
         self.compare()
 
     def compare(self) -> None:
-        table = self._table
-        row = table.row(self._number).tobytes()
-        mine = self._word.to_bytes(8, sys.byteorder)
-        if row != mine * table.size and row.count(mine) + row.count(UNWRITTEN) != table.size:
-            for rank, word in zip(table.ranks, table.row(self._number), strict=True):
-                if word not in (0, self._word):
-                    self._checks.refuse(table.name, self._number, rank)
-
-
-class Peer:
-    """The messages between this rank and another one for which only one end has been published.
-
-    Attributes:
-        log: the other rank's log of messages.
-        mine: fingerprint and channel of this rank's ends, by (tag with direction, number).
-        theirs: fingerprints of the other rank's ends, by the same keys.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.log = Log(path)
-        self.mine: dict[tuple[int, int], tuple[int, str]] = {}
-        self.theirs: dict[tuple[int, int], int] = {}
-
-
-SENT = 1 << 32
-"""Bit that marks the tag of an outgoing message."""
-ROWS = 1 << 34
-"""Bit that marks the numbers of rows of an all-to-all among messages; below it is a hash of the group's name."""
-
-
-class MessageEnd:
-    """One end of a message."""
-
-    __slots__ = ("_channel", "_checks", "_key", "_number", "_peer", "_word", "text")
-
-    def __init__(
-        self, checks: CallChecks, key: int, peer: int, channel: str, number: int, fingerprint: Fingerprint
-    ) -> None:
-        self._checks, self._key, self._peer, self._channel, self._number = checks, key, peer, channel, number
-        self._word, self.text = fingerprint
-
-    def publish(self) -> None:
-        checks, key, number = self._checks, self._key, self._number
-        checks.log.publish(self._peer | key << 16, number, self._word)
-        peer = checks.peer(self._peer)
-        word = peer.theirs.pop((key, number), None)
-        if word is None:
-            peer.mine[key, number] = self._word, self._channel
-            self.compare()
-        elif word != self._word:
-            checks.refuse(self._channel, number, self._peer)
-
-    def compare(self) -> None:
-        checks, peer = self._checks, self._checks.peer(self._peer)
-        if (self._key, self._number) not in peer.mine:
-            return
-        news = peer.log.news()
-        for at in range(0, len(news), 3):
-            if news[at] & 0xFFFF != checks.rank:
-                continue
-            key, number = (news[at] >> 16) ^ SENT, news[at + 1]  # as this end spells them
-            mine = peer.mine.pop((key, number), None)
-            if mine is None:
-                peer.theirs[key, number] = news[at + 2]
-            elif mine[0] != news[at + 2]:
-                checks.refuse(mine[1], number, self._peer)
-
-
-class UnevenExchange:
-    """An all-to-all of uneven parts: a collective, and for each other rank how many rows go there and come from it."""
-
-    __slots__ = ("_ends", "text")
-
-    def __init__(self, collective: CheckedCall, rows: Sequence[MessageEnd]) -> None:
-        self._ends = (collective, *rows)
-        self.text = collective.text
-
-    def publish(self) -> None:
-        for end in self._ends:
-            end.publish()
-
-    def compare(self) -> None:
-        for end in self._ends:
-            end.compare()
+        """Compare the call once more with what the peers have published since."""
+        for table, word in self._words:
+            row, mine = table.row(self._number).tobytes(), word.to_bytes(8, sys.byteorder)
+            size = len(table.ranks)
+            if row != mine * size and row.count(mine) + row.count(UNWRITTEN) != size:
+                for rank, other in zip(table.ranks, table.row(self._number), strict=True):
+                    if other not in (0, word):
+                        self._checks.refuse(self._group, self._number, rank)
 
 
 class CallChecks:
@@ -324,72 +210,47 @@ class CallChecks:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self.rank = folder, rank
         self._fingerprints = Fingerprints()
-        self._tables: dict[tuple[int, ...], CallTable] = {}
-        self._peers: dict[int, Peer] = {}
-        self._log: Log | None = None
+        self._tables: dict[str, CallTable] = {}
 
     def collective(
         self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
-        group: str = "", *, uneven: bool = False, what: str = "",
+        group: str = "", *, what: str = "",
     ) -> CheckedCall:  # fmt: skip
         """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart.
 
-        Members of an `uneven` one may pass different numbers of rows. `what`: the parameters of which they pass parts.
+        `what`: the parameters of which they pass parts.
         """
-        shape = torch.Size((-1, *tensor.shape[1:])) if uneven else tensor.shape
-        fingerprint = self._fingerprints.look_up(kind, tensor.dtype, shape, root, reduction, what or group)
-        fingerprint = fingerprint._replace(text="") if what else fingerprint  # the trace has the layer there
-        return Collective(self, self._table(ranks), number, fingerprint)
+        found = self._fingerprints.look_up(kind, tensor.dtype, tensor.shape, root, reduction, what or group)
+        text = "" if what else found.text  # the trace has the layer there
+        return self._call(",".join(map(str, ranks)), ranks, number, found._replace(text=text))
 
     def exchange(
-        self,
-        ranks: tuple[int, ...],
-        number: int,
-        tensor: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
+        self, ranks: tuple[int, ...], number: int, tensor: Tensor, sends: Sequence[int], receives: Sequence[int],
         group: str = "",
-    ) -> CheckedCall:
+    ) -> CheckedCall:  # fmt: skip
         """Return the check of an all-to-all with so many rows for each of these ranks, and from each."""
-        name = ",".join(map(str, ranks))
-        channel = ROWS | crc32(name.encode())
-        whole = self.collective(ranks, number, Kind.ALL_TO_ALL, tensor, -1, "", group, uneven=True)
-        rows = [
-            MessageEnd(self, channel | direction, peer, name, number, Fingerprint(count + 1, ""))
-            for direction, counts in ((SENT, sends), (0, receives))
-            for peer, count in zip(ranks, counts, strict=True)
-            if peer != self.rank
-        ]
-        return UnevenExchange(whole, rows)
+        name, shape = ",".join(map(str, ranks)), torch.Size((-1, *tensor.shape[1:]))
+        found = self._fingerprints.look_up(Kind.ALL_TO_ALL, tensor.dtype, shape, group=group)
+        rows = {}  # as messages: how many rows go from rank to rank
+        for peer, to, of in zip(ranks, sends, receives, strict=True):
+            if peer != self.rank:
+                rows[self.rank, peer], rows[peer, self.rank] = to + 1, of + 1
+        return self._call(name, ranks, number, found, rows)
 
     def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:
         """Return the check of creating a group of these ranks.
 
         Creating a group takes a number among the collectives of all ranks.
         """
-        return Collective(self, self._table(world), number, fingerprint_of(Kind.WAIT, str(list(ranks))))
+        name = ",".join(map(str, world))
+        return self._call(name, world, number, fingerprint_of(Kind.WAIT, str(list(ranks))))
 
-    def message(
-        self, kind: int, channel: str, number: int, peer: int, tag: int | str, tensor: Tensor
-    ) -> CheckedCall:
-        """Return the check of one end of a message to or from `peer`."""
-        key = tag_number(tag) | (SENT if kind == Kind.SEND else 0)
-        fingerprint = self._fingerprints.look_up(Kind.SEND, tensor.dtype, tensor.shape)
-        return MessageEnd(self, key, peer, channel, number, fingerprint)
-
-    @property
-    def log(self) -> Log:
-        """This rank's own messages."""
-        if self._log is None:
-            self._log = Log(self._folder / f"rank{self.rank}.messages")
-        return self._log
-
-    def peer(self, rank: int) -> Peer:
-        """Return the record of messages between this rank and another one."""
-        found = self._peers.get(rank)
-        if found is None:
-            found = self._peers[rank] = Peer(self._folder / f"rank{rank}.messages")
-        return found
+    def message(self, channel: str, number: int, ends: tuple[int, int], tensor: Tensor) -> CheckedCall | None:
+        """Return the check of one end of a message of a channel; `ends`: the sender and the receiver."""
+        if len(self._tables) >= MOST_TABLES and channel not in self._tables:
+            return None
+        found = self._fingerprints.look_up(Kind.SEND, tensor.dtype, tensor.shape)
+        return self._call(channel, ends, number, found)
 
     def refuse(self, group: str, number: int, other: int) -> None:
         """Raise the error that a call of this rank does not match a call of another rank."""
@@ -405,9 +266,17 @@ class CallChecks:
             text = why_not(mine, theirs)
         raise CommMismatch(text, rank=self.rank, other=other)
 
-    def _table(self, ranks: tuple[int, ...]) -> CallTable:
-        found = self._tables.get(ranks)
+    def _call(
+        self, name: str, ranks: tuple[int, ...], number: int, found: Fingerprint,
+        rows: Mapping[tuple[int, int], int] = NO_ROWS,
+    ) -> CheckedCall:  # fmt: skip
+        words = [(self._table(name, ranks), found.word)]
+        words += [(self._table(f"rows {ends} of {name}", ends), word) for ends, word in rows.items()]
+        return CheckedCall(self, name, number, found.text, words)
+
+    def _table(self, name: str, ranks: tuple[int, ...]) -> CallTable:
+        found = self._tables.get(name)
         if found is None:
-            name = blake2b(",".join(map(str, ranks)).encode(), digest_size=8).hexdigest()
-            found = self._tables[ranks] = CallTable(self._folder / f"calls.{name}", ranks, self.rank)
+            file = blake2b(name.encode(), digest_size=8).hexdigest()
+            found = self._tables[name] = CallTable(self._folder / f"calls.{file}", ranks, self.rank)
         return found

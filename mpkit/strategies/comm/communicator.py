@@ -442,9 +442,7 @@ class Communicator:
         channel = f"{src}>{dst}#{tag}"
         number = wire.messages.get(channel, 0)
         wire.messages[channel] = number + 1
-        call = None
-        if wire.checks is not None:
-            call = wire.checks.message(kind, channel, number, other, tag, tensor)
+        call = None if wire.checks is None else wire.checks.message(channel, number, (src, dst), tensor)
         return CallNumber(kind, channel, number, other, call)
 
     # ---- groups ------------------------------------------------------------------------------------------

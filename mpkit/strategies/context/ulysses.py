@@ -30,6 +30,8 @@ from mpkit.strategies.comm.communicator import Communicator
 
 __all__ = ["ulysses_attention"]
 
+Exchange = Callable[[Tensor, Communicator], Tensor]
+
 
 def ulysses_attention(
     q: Tensor,
@@ -72,7 +74,7 @@ def ulysses_attention(
     if k.shape[1] % n:  # a head of keys for several ranks
         k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))
     # ---- divide heads
-    q, k, v = (_DivideHeads.apply(x, group) for x in (q, k, v))  # type: ignore[no-untyped-call]
+    q, k, v = (_Exchange.apply(x, group, divide_heads, divide_tokens) for x in (q, k, v))  # type: ignore[no-untyped-call]
     # ---- attend
     grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
@@ -80,7 +82,7 @@ def ulysses_attention(
         s = q.shape[2]
         attended(q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if is_causal else s * k.shape[2]))
     # ---- divide tokens
-    divided: Tensor = _DivideTokens.apply(out, group)  # type: ignore[no-untyped-call]
+    divided: Tensor = _Exchange.apply(out, group, divide_tokens, divide_heads)  # type: ignore[no-untyped-call]
     return divided
 
 
@@ -120,29 +122,15 @@ def divide_tokens(x: Tensor, group: Communicator) -> Tensor:
     return tokens
 
 
-class _DivideHeads(torch.autograd.Function):
-    """Heads in place of tokens; the gradient goes the other way."""
+class _Exchange(torch.autograd.Function):
+    """One of these two exchanges; the gradient takes the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return divide_heads(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return divide_tokens(gradient, ctx.group), None
-
-
-class _DivideTokens(torch.autograd.Function):
-    """Tokens in place of heads; the gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return divide_tokens(x, group)
+    def forward(ctx: Any, x: Tensor, group: Communicator, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return divide_heads(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.group), None, None, None

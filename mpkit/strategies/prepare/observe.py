@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.chain import layers_of, repeated_blocks
 from mpkit.strategies.models.heard_draws import draws_numbers
@@ -32,7 +33,7 @@ from mpkit.strategies.partition.value import Boundary, LayerNumbers
 from mpkit.strategies.partition.walk import HOOKS
 from mpkit.strategies.prepare.arguments import CROSS_ENTROPY
 from mpkit.strategies.prepare.copies import DryRuns
-from mpkit.strategies.replicas.batchnorm import Alone, over_whole_batch
+from mpkit.strategies.replicas.batchnorm import over_whole_batch
 from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
 from mpkit.trace.record.flops import Attentions, Flops, Meter, leaves_of
@@ -72,7 +73,7 @@ def observe(
 
     def ready(copied: nn.Module) -> None:
         if plan.dp > 1 and plan.batchnorm == "sync":  # a rank may have a single sample
-            over_whole_batch(copied, Alone())
+            over_whole_batch(copied, FakeGroup(1))
 
     runs, backwards = DryRuns(model, dtype, ready), Backwards(halves) if counts else None
 

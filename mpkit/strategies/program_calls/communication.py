@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from mpkit.common.disk import write_whole
 from mpkit.common.torch_private import DispatchKey, _dispatch_keyset_full_after, wait_tensor
-from mpkit.strategies.comm.arguments import LIMIT
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.program_calls.completion import Completion
@@ -206,8 +205,8 @@ class Communication:
                 name_of_group = self._own_name(boxed)
                 call = checks.collective(group.ranks, number, kind, tensor, peer, reduction, name_of_group)
                 text = call.text.replace(self._text([tensor]), text)
-            elif peer >= 0 and tag < LIMIT:
-                call = checks.message(kind, name, number, peer, tag, tensor)
+            elif peer >= 0:
+                call = checks.message(name, number, self._ends(kind, peer), tensor)
         elif said:
             text = f"{said}: {text}"
         op = self._record.begin(
@@ -219,12 +218,15 @@ class Communication:
 
     def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:
         """Return the channel of a message, and its number there."""
-        rank, messages = self._comm.rank, self._comm.wire.messages
-        src, dst = (rank, peer) if kind == Kind.SEND else (peer, rank)
+        messages, (src, dst) = self._comm.wire.messages, self._ends(kind, peer)
         channel = f"{src}>{dst}#{tag}"
         number = messages.get(channel, 0)
         messages[channel] = number + 1
         return channel, number
+
+    def _ends(self, kind: Kind, peer: int) -> tuple[int, int]:
+        """Return the sender and the receiver of a message."""
+        return (self._comm.rank, peer) if kind == Kind.SEND else (peer, self._comm.rank)
 
     def _group(self, boxed: Any) -> Communicator:
         """Return the communicator of a process group's ranks, which counts their collectives."""

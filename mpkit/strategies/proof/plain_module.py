@@ -8,18 +8,17 @@ A step can be repeated with other roundings, which tells how far two correct res
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.nested_values import ATOMS, flatten, rebuild
+from mpkit.strategies.models.randomness import RandomState
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import coarsest, distance, largest, rounded
 from mpkit.strategies.stage.stage import call, cast_module
@@ -288,27 +287,22 @@ class RandomStates:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        self.torch = [torch.get_rng_state(), *gpu]
-        self._others = random.getstate(), np.random.get_state()
+        self._state = RandomState.now(device)
+        self.torch = [each for each in (self._state.host, self._state.gpu) if each is not None]
         self._own = [generator.get_state() for generator in _generators(module)]
 
     @contextmanager
     def draw_from(self, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Draw from these states within the block; afterwards all generators are as before."""
         now = RandomStates(module, device)
-        self._set(module, device)
+        self._set(module)
         try:
             yield
         finally:
-            now._set(module, device)
+            now._set(module)
 
-    def _set(self, module: nn.Module, device: torch.device) -> None:
-        torch.set_rng_state(self.torch[0])
-        for state in self.torch[1:]:
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._others[0])
-        np.random.set_state(self._others[1])
+    def _set(self, module: nn.Module) -> None:
+        self._state.restore()
         for generator, state in zip(_generators(module), self._own, strict=True):
             generator.set_state(state)
 

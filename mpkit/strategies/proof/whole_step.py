@@ -13,7 +13,6 @@ from torch import Tensor
 from mpkit.common.launch_folder import part
 from mpkit.strategies.models.python_state import Remembered
 from mpkit.strategies.runtime.evidence import digest_of, evidence_of
-from mpkit.strategies.runtime.evidence_file import read_evidence
 from mpkit.strategies.stage.shard import Shard
 
 __all__ = ["Elements", "WholeStep", "assemble_step", "files_of"]
@@ -126,16 +125,17 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
         shapes: the shapes of the model's parameters, by name.
         trained: the names of those that are trained.
     """
-    files = [read_evidence(path) for path in paths]  # by our own ranks, in a folder that is only ours
+    # By our own ranks, in a folder that is only ours.
+    files = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
     for path in paths:
         path.unlink()
     found = WholeStep({}, {}, dict.fromkeys(trained), None)
     filled = {name: torch.zeros(shapes[name], dtype=torch.bool) for name in trained}
     for rank, file in enumerate(files):
         for piece, after in zip(file["pieces"], file["after"], strict=True):
-            name, values, after = piece["name"], piece["held"], after.reshape(-1)
+            name, values = piece["name"], piece["held"]
             shape = shapes[name]
-            where = Elements(rank, name, piece["start"], _shard(piece["shard"], shape))
+            where = Elements(rank, name, piece["start"], piece["shard"])
             gradient = file["gradients"].get(name)
             found.held.append((where, gradient, after))
             if name in found.before and _all_filled(where, filled[name], values.numel()):
@@ -154,13 +154,12 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
                     states[key] = state
         for before, digests in ((True, file["before"]), (False, file["digests"])):
             found.digests += [
-                (rank, name, _shard(place, shapes[name]), dtype, digest, before)
-                for name, (place, dtype, digest) in digests.items()
+                (rank, name, shard, dtype, digest, before)
+                for name, (shard, dtype, digest) in digests.items()
                 if name in shapes
             ]
         for piece in file["frozen"]:
-            shape = shapes[piece["name"]]
-            where = Elements(rank, piece["name"], piece["start"], _shard(piece["shard"], shape))
+            where = Elements(rank, piece["name"], piece["start"], piece["shard"])
             found.frozen.append((where, piece["held"]))
         found.draws.append(file["draws"])
         found.places.append(file["places"])
@@ -189,10 +188,3 @@ def _put(into: dict[str, Any], where: Elements, values: Tensor, shape: torch.Siz
     if into.get(key) is None:
         into[key] = torch.zeros(shape, dtype=values.dtype)
     where.put(values, into[key])
-
-
-def _shard(place: tuple[int, list[tuple[int, int]], Any] | None, whole: torch.Size) -> Shard | None:
-    if place is None:
-        return None
-    dim, ranges, across = place
-    return Shard(tuple(whole), dim, tuple(range(a, b) for a, b in ranges), _shard(across, whole))

@@ -15,7 +15,7 @@ What it costs is announced at the start of a run.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +26,10 @@ from mpkit.strategies.comm.communicator import Communicator
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Alone", "Gathers", "announce_sync", "batch_norms", "has_own_forward", "over_whole_batch"]
+__all__ = ["announce_sync", "batch_norms", "has_own_forward", "over_whole_batch"]
 
 
-class Gathers(Protocol):
-    """The collectives of `ctx.comm` that synchronized BatchNorm needs."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors of all ranks: (k, ...) -> (ranks k, ...)."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum the tensor over all ranks, in place."""
-
-
-class Alone:
-    """A replacement for `ctx.comm` where there is one rank: in a dry run."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, which is the only one."""
-        return tensor
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, which is the only one."""
-        return tensor
-
-
-def over_whole_batch(module: nn.Module, comm: Gathers) -> None:
+def over_whole_batch(module: nn.Module, comm: Communicator) -> None:
     """Let every BatchNorm in a module take its statistics over the samples of all ranks.
 
     Only the computation changes: the modules, their parameters, buffers and names stay the same.
@@ -75,7 +53,7 @@ def has_own_forward(norm: _BatchNorm) -> bool:
     return type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def _forward(norm: _BatchNorm, comm: Gathers, x: Tensor) -> Tensor:
+def _forward(norm: _BatchNorm, comm: Communicator, x: Tensor) -> Tensor:
     """Compute a BatchNorm's forward for x: (samples, channels, ...)."""
     if (
         not norm.training and norm.running_mean is not None
@@ -105,7 +83,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, comm: Gathers
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = _wide(x)
         over = [dim for dim in range(x.dim()) if dim != 1]

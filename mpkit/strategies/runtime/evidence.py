@@ -17,6 +17,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +27,13 @@ from torch import Tensor
 from mpkit.common.disk import FULL, write_whole
 from mpkit.common.launch_folder import APART, LAUNCHED, part, read_difference
 from mpkit.errors import NotSerial
+from mpkit.strategies.checkpoint.parts import save_new
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.models.step_facts import FIRST_TIMES, FirstTimes, StepFacts
-from mpkit.strategies.runtime.evidence_file import write_evidence
 from mpkit.strategies.runtime.rank_state import buffers
 from mpkit.strategies.stage.gradient_sync import Piece, named_parameters
-from mpkit.strategies.stage.shard import Shard
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -144,7 +144,7 @@ class RankEvidence:
         self._facts.may_act_later = self._facts.may_act_later or self._remembered.find_changes() != ({}, [])
         self._training.pipeline.listen(None)
         self._now |= {
-            "after": [self._training.update.masters.master_of(piece) for piece in self._training.sync.pieces],
+            "after": [_flat(self._training.update.masters.master_of(p)) for p in self._training.sync.pieces],
             "digests": self._digests(),
             "buffers": self._buffers(),
             "draws": self._heard.draws,
@@ -156,7 +156,7 @@ class RankEvidence:
             "skipped": skipped,
         }
         try:
-            write_evidence(part(self._folder, self._rank, evidence_of(step)), self._now)
+            self._write(part(self._folder, self._rank, evidence_of(step)))
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -164,6 +164,16 @@ class RankEvidence:
         self._now, self._last = None, step
         if self._apart:
             self._send(evidence_of(step), lost_of(step))
+
+    def _write(self, path: Path) -> None:
+        """Write the file of a step, completely or not at all."""
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            save_new(partial, self._now)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        partial.replace(path)
 
     def wait(self, step: int) -> None:
         """Wait until every verified step up to this one has its verdict; one that is not equal ends all ranks.
@@ -244,7 +254,7 @@ class RankEvidence:
         return self._place_of(piece) | {"held": _flat(master), "states": found if states else None}
 
     def _place_of(self, piece: Piece) -> dict[str, Any]:
-        return {"name": self._name(piece.name), "start": piece.start, "shard": _place(piece.shard)}
+        return {"name": self._name(piece.name), "start": piece.start, "shard": piece.shard}
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in buffers(self._training)}
@@ -253,7 +263,7 @@ class RankEvidence:
         """Return, of each parameter that is whole here, its shard, its dtype and the digest of its elements."""
         shards = next(iter(self._training.sync.stages.values())).sharded.shards
         return {
-            self._name(name): (_place(shards.get(name)), str(parameter.dtype), digest_of(parameter))
+            self._name(name): (shards.get(name), str(parameter.dtype), digest_of(parameter))
             for name, parameter in named_parameters(self._training.sync.stages).items()
             if parameter.untyped_storage().nbytes()
         }
@@ -275,9 +285,3 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _place(shard: Shard | None) -> tuple[int, list[tuple[int, int]], Any] | None:
-    if shard is None:
-        return None
-    return shard.dim, [(part.start, part.stop) for part in shard.ranges], _place(shard.across)
