@@ -200,7 +200,7 @@ def _send_exercises_by_value() -> None:
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
     from mpkit.course.sandbox.usage import Counter
-    from mpkit.strategies.program_calls.comparison import compare_calls
+    from mpkit.strategies.program_calls.communication import compare_calls
 
     # ---- limit
     limit_memory(limits.memory)

@@ -29,7 +29,7 @@ from mpkit.common.launch_folder import part
 from mpkit.launch.process.output import LabelledLines, end_lines
 from mpkit.launch.process.rank import describe
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.program_calls.comparison import compare_calls
+from mpkit.strategies.program_calls.communication import compare_calls
 from mpkit.strategies.rank_context import Context
 
 __all__ = ["Reply", "Request", "run_cell", "serve"]

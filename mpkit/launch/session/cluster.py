@@ -236,7 +236,7 @@ class Cluster:
         check_function(fn, args)
         if watch is not False:
             return self._run_watched(fn, args, watch, timeout)
-        from mpkit.strategies.program_calls.comparison import ComparedFunction
+        from mpkit.strategies.program_calls.communication import ComparedFunction
 
         launch = self.launch(ComparedFunction(fn), args, timeout=timeout)
         launch.work()

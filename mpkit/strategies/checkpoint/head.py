@@ -114,7 +114,11 @@ def read_told(folder: Path) -> CheckpointHead:
         ) from None
     if not isinstance(values, dict) or not _is_count(values.get("format")):
         raise DamagedCheckpoint(f"its {HEAD} is not one that mpkit wrote")
-    _check_format(values["format"])
+    if (number := values["format"]) != FORMAT:
+        raise DamagedCheckpoint(
+            f"{'an earlier' if number < FORMAT else 'a later'} mpkit wrote it (format {number}; this one reads format "
+            f"{FORMAT}). That one can go on from it, and its run.state_dict() takes the weights here"
+        )
     values.pop("sha256", None)
     if seal(values) != text:
         raise DamagedCheckpoint(
@@ -127,16 +131,6 @@ def read_told(folder: Path) -> CheckpointHead:
     if not written:
         raise DamagedCheckpoint(f"its {HEAD} holds what no training writes")
     return CheckpointHead(**values)
-
-
-def _check_format(number: int) -> None:
-    if number > FORMAT:
-        raise DamagedCheckpoint(f"a later mpkit wrote it (format {number}; this one reads format {FORMAT})")
-    if number < FORMAT:
-        raise DamagedCheckpoint(
-            f"an earlier mpkit wrote it (format {number}; this one reads format {FORMAT}). That one can go on from it, "
-            "and its run.state_dict() takes the weights here"
-        )
 
 
 def _is_written(

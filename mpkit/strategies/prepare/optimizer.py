@@ -37,8 +37,8 @@ from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.prepare.arguments import ADAM, a_kind_of
 from mpkit.strategies.prepare.isolation import quiet
 from mpkit.strategies.prepare.task import OptimizerTraits, Rejection, Task
-from mpkit.strategies.update.average import Average
 from mpkit.strategies.update.optimizer import (
+    Average,
     OptimizerFunction,
     SeveralOptimizers,
     UpdatedPart,

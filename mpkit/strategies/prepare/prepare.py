@@ -54,7 +54,7 @@ from mpkit.strategies.prepare.resume import (
 )
 from mpkit.strategies.prepare.sample import SampleSeen, observe_sample
 from mpkit.strategies.prepare.task import OptimizerTraits, Rejection, Task, TrainOptions, raise_rejection
-from mpkit.strategies.update.average import with_average
+from mpkit.strategies.update.optimizer import with_average
 
 __all__ = ["TrainJob", "prepare"]
 

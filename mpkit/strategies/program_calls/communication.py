@@ -18,7 +18,8 @@ Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,10 +32,11 @@ from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.program_calls.completion import Completion
 from mpkit.strategies.program_calls.program import Annotations, SourceLines
+from mpkit.strategies.rank_context import Context
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["OPERATORS", "Communication", "place_of_group"]
+__all__ = ["OPERATORS", "Communication", "ComparedFunction", "compare_calls", "place_of_group"]
 
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
@@ -295,3 +297,49 @@ def _payload(tensors: Iterable[Any]) -> list[torch.Tensor]:
         for inner in tensors
         for tensor in ((inner,) if isinstance(inner, torch.Tensor) else _payload(inner))
     ]
+
+
+# ---- a program's own calls, compared ---------------------------------------------------------------------------
+
+
+@contextmanager
+def compare_calls(comm: Communicator, checks: CallChecks | None = None) -> Iterator[None]:
+    """Compare the program's own calls of torch.distributed from here to the end of the block, as those of `ctx.comm`.
+
+    What DDP, FSDP, DTensor or a DeviceMesh issue is torch's own affair, and neither recorded nor kept alive.
+
+    Args:
+        comm: the communicator of all ranks.
+        checks: compares the calls; None: what compares those of `comm`. Where that compares nothing, as between
+            machines, this does nothing either.
+    """
+    checks = checks or comm.wire.checks
+    if checks is None or comm.world_size == 1:
+        yield
+        return
+    completion = Completion(comm.wire.record)
+    communication = Communication(comm, completion, SourceLines(), Annotations(), checks, direct_only=True)
+    completion.install()
+    communication.install()
+    try:
+        yield
+    finally:
+        communication.uninstall()
+        completion.uninstall()
+
+
+class ComparedFunction:
+    """A rank's function whose own calls of torch.distributed are compared; it has that function's name.
+
+    Args:
+        function: the user's function.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, context: Context, *args: Any) -> Any:
+        """Call the function on this rank."""
+        with compare_calls(context.comm):
+            return self.function(context, *args)

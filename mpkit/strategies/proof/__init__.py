@@ -16,7 +16,7 @@ Of a loop of one's own, in the ranks (`mk.prove`, and `prove=` of the wrappers):
     plain_module     the plain module beside the wrapped one: its forwards and backwards again
     ranks            what the ranks hold, and tell each other
     backwards        when a backward begins and ends
-    step_gradients   the gradients of a step, compared; `shares` says of whose they are made
+    step_gradients   the gradients of a step, compared, and of whose they are made
     loop             what is heard of a loop, in order
 
 The serial step is `mpkit.strategies.reference.serial`, which shares nothing with the strategies.

@@ -7,8 +7,7 @@ memory       the result of a forward depends on how many there were before, and 
 broadcast    the loss compares each output with all targets, since their shapes differ
 parts        the parts of the batch do not add up to it: a layer or the loss looks at other samples
 mode         the ranks computed in another mode, training or evaluation
-factor       all gradients are the same number of times as large
-share        the gradients are those of one part of the batch: a reduction is missing
+shares       the parts of the batch count another number of times: all of them (a sum in place of a mean), or one alone
 update       the gradients are right, and the optimizer makes something else of them
 suspects     nothing of these, and something is known not to survive the plan; each was seen to make a training another
 world        nothing of these
@@ -17,7 +16,6 @@ world        nothing of these
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.parts import explain_parts
 from mpkit.strategies.proof.rounding import coarsest, distance, largest
-from mpkit.strategies.proof.shares import Shares
+from mpkit.strategies.proof.step_gradients import Shares
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 
 __all__ = ["cause_of", "cause_of_update"]
@@ -60,7 +58,7 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
     untold = []
     kinds = [_parameters, _memory, _broadcast, _parts]
     if any(gradient is not None for gradient in gradients.values()):
-        kinds += [_mode, _factor, _share]
+        kinds += [_mode, _shares]
     for kind in kinds:
         try:
             found = kind(job, attempt, gradients)
@@ -163,28 +161,26 @@ def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) 
     return ""
 
 
-def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    shares, found = Shares(1), attempt.whole[1]
-    for name, wanted in found.items():
-        got = gradients[name]
-        if wanted is not None and got is not None:
-            shares.add(got.reshape(-1), wanted.reshape(1, -1))
-    factor = next(iter(shares.solve(near=inf)), 1.0)
-    if abs(factor - 1.0) < close(attempt) or not _equal(attempt, _scaled(found, factor), gradients):
+def _shares(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
+    parts, near = list(attempt.parts()), close(attempt)
+    shares = Shares(len(parts))
+    for name, got in gradients.items():
+        if got is not None:
+            of_parts = [(part.found[1][name], part.weight) for part in parts]
+            made = [torch.zeros_like(got) if one is None else one * weight for one, weight in of_parts]
+            shares.add(got.reshape(-1), torch.stack(made).flatten(1))
+    counts = shares.solve(near)
+    there = [number for number, count in enumerate(counts) if abs(count) > near]
+    if not counts or all(abs(count - 1.0) <= near for count in counts):
         return ""
-    return f"All gradients are {factor:.4g} times the serial ones: a sum in place of a mean, or the reverse."
-
-
-def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    for number, part in enumerate(attempt.parts()):
-        for weight in (1.0, part.weight):
-            if _equal(attempt, _scaled(part.found[1], weight), gradients):
-                return f"The gradients are those of part {number} of the batch alone: the sum over parts is missing."
-    return ""
-
-
-def _scaled(gradients: dict[str, Tensor | None], factor: float) -> dict[str, Tensor | None]:
-    return {name: None if g is None else g * factor for name, g in gradients.items()}
+    if max(counts) - min(counts) <= near * max(1.0, max(counts)):
+        return f"All gradients are {counts[0]:.4g} times the serial ones: a sum in place of a mean, or the reverse."
+    if len(there) == 1:
+        return (
+            f"The gradients are those of part {there[0]} of the batch alone: the sum over parts is missing."
+        )
+    times = ", ".join(f"{count:.4g}" for count in counts)
+    return f"In the gradients the parts of the batch count {times} times, and not once each."
 
 
 def _equal(attempt: Attempt, ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:

@@ -27,7 +27,7 @@ from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.own_draws import spans_at
 from mpkit.strategies.models.randomness import seed_all
 from mpkit.strategies.nn_dataparallel.dp import DP, ScatterFeed
-from mpkit.strategies.program_calls.comparison import compare_calls
+from mpkit.strategies.program_calls.communication import compare_calls
 from mpkit.strategies.replicas.batchnorm import announce_sync, over_whole_batch
 from mpkit.strategies.replicas.ddp import DDP
 from mpkit.strategies.replicas.part import ReplicatedPart, holders_of

@@ -31,6 +31,7 @@ from mpkit.common.tracebacks import public
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
 
 __all__ = [
+    "AVERAGE",
     "OptimizerFunction",
     "SeveralOptimizers",
     "UpdatedPart",
@@ -48,6 +49,7 @@ __all__ = [
     "sqrt_scaling",
     "stand_in",
     "trained_parameters",
+    "with_average",
 ]
 
 
@@ -346,3 +348,52 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 def kind_of(optimizer: Optimizer) -> str:
     """Return an optimizer's class in words."""
     return " with ".join(type(each).__name__ for each in parts_of(optimizer))
+
+
+# ---- the moving average of the weights -------------------------------------------------------------------------
+
+
+AVERAGE = "ema"
+"""The name of the average among an optimizer's states."""
+
+
+class Average:
+    """A hook after an optimizer's step: the exponential moving average of the weights, one more state of it.
+
+        average <- decay * average + (1 - decay) * weight        after each step; after the first one, average = weight
+
+    which is what torch.optim.swa_utils.AveragedModel computes with `get_ema_multi_avg_fn(decay)`. As a state it is
+    divided like the weights, in fp32 where the optimizer works on fp32 copies, and checkpoints save it and divide it
+    anew. Buffers are not averaged.
+
+    Source: Polyak and Juditsky 1992; with exponential weights, Tarvainen and Valpola, "Mean teachers", 2017, section 2.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+
+    @torch.no_grad()
+    def __call__(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
+        """Update the averages of all that the optimizer updates."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None and AVERAGE not in optimizer.state.get(parameter, {}):
+                    continue  # it has not changed, and some optimizers take any state for all of theirs
+                state = optimizer.state[parameter]
+                if AVERAGE in state:
+                    state[AVERAGE].lerp_(parameter, 1.0 - self._decay)
+                else:
+                    state[AVERAGE] = parameter.detach().clone()
+
+
+def with_average(function: Callable[[Any], Any], decay: float) -> OptimizerFunction:
+    """Return a function that makes the same optimizer, which also averages the weights."""
+    made = describe_optimizer(function)
+
+    def make(parameters: Any) -> Any:
+        optimizer = made(parameters)
+        if isinstance(optimizer, Optimizer):
+            optimizer.register_step_post_hook(Average(decay))
+        return optimizer
+
+    return replace(made, function=make)

@@ -27,9 +27,8 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.stage.gradient_sync import GradientSync, Piece
-from mpkit.strategies.update.average import KEY
 from mpkit.strategies.update.master_weights import Masters
-from mpkit.strategies.update.optimizer import Take, UpdatedPart, WholeParameter, make_optimizer
+from mpkit.strategies.update.optimizer import AVERAGE, Take, UpdatedPart, WholeParameter, make_optimizer
 from mpkit.trace.record.hooks import watch_optimizer
 
 if TYPE_CHECKING:
@@ -190,8 +189,8 @@ class Update:
         for piece in self._sync.pieces:
             master = self.masters.master_of(piece)
             state = {} if self.optimizer is None else self.optimizer.state.get(master, {})
-            if KEY in state:
-                master.copy_(state[KEY])
+            if AVERAGE in state:
+                master.copy_(state[AVERAGE])
         self.masters.renew()
         self._tied.send_weights()
         self._sync.renew()

@@ -11,7 +11,7 @@ Tied weights that several stages use are updated by the first of these, and sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -60,8 +60,10 @@ def pipeline(
     example: Any,
     loss: Callable[[Any, Any], Tensor],
     microbatches: int | None = None,
+    virtual_stages: int = 1,
+    recompute: str = "none",
+    cut: Sequence[int | str] | None = None,
     prove: int = 1,
-    **options: Any,
 ) -> PipelineParallel:
     """Divide a module into stages over all ranks, which a schedule runs on micro-batches.
 
@@ -92,8 +94,9 @@ def pipeline(
             differ in shape.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         microbatches: into how many micro-batches a batch is divided; None for the number of ranks.
+        virtual_stages, recompute, cut: as in `mk.Plan`. Replicas of pipelines, 16 bits and the rest of a Plan are
+            `Cluster.train`'s.
         prove: the number of first steps whose loss and gradients are compared with plain PyTorch on each rank; 0: none.
-        options: other fields of a Plan that a pipeline has: virtual_stages, recompute, cut.
 
     Returns:
         The wrapper. `state_dict()` returns the whole module's on every rank.
@@ -102,9 +105,17 @@ def pipeline(
         ValueError: there is no process group, the module cannot be divided or has nothing to train, or the schedule
             does not fit the number of ranks.
     """
-    _check(module, loss, options)
+    check_module(module, "mk.pipeline")
+    if not callable(loss):
+        raise ValueError(
+            f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
+            "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
+        )
     context, comm = ranks_for(module)
-    plan = Plan(pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n, **options)
+    plan = Plan(
+        pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n,
+        virtual_stages=virtual_stages, recompute=recompute, cut=cut,
+    )  # fmt: skip
     proof = begin_proof("mk.pipeline", comm, module, prove, loss=loss)
     broadcast_all(comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
@@ -113,21 +124,6 @@ def pipeline(
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),  # only examined
     )  # fmt: skip
     return PipelineParallel(context, job, proof)
-
-
-def _check(module: Any, loss: Any, options: Mapping[str, Any]) -> None:
-    check_module(module, "mk.pipeline")
-    unknown = sorted(set(options) - {"virtual_stages", "recompute", "cut"})
-    if unknown:
-        raise ValueError(
-            f"mk.pipeline({unknown[0]}=...): of a Plan's fields it takes virtual_stages, recompute and cut. For "
-            "replicas of pipelines, 16 bits and all else Cluster.train takes a whole Plan"
-        )
-    if not callable(loss):
-        raise ValueError(
-            f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
-            "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
-        )
 
 
 class PipelineParallel(DividedModule):
