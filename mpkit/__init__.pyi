@@ -29,7 +29,7 @@ from mpkit.prediction.experiments.scaling import scaling as scaling
 from mpkit.prediction.schedule_search import search_schedule as search_schedule
 from mpkit.strategies import tensor as tensor
 from mpkit.strategies.data.batches import Batches as Batches
-from mpkit.strategies.loss.mean import mean_loss as mean_loss
+from mpkit.strategies.loss.counted import mean_loss as mean_loss
 from mpkit.strategies.loss.whole_batch import whole_batch_loss as whole_batch_loss
 from mpkit.strategies.rank_context import Context as Context
 from mpkit.strategies.reference.reading import source as source

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
-from mpkit.strategies.loss.quotient import Quotient
+from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.prepare.find_cut import BY, Cut, find
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.loss.mean import MeanLoss
+from mpkit.strategies.loss.counted import MeanLoss
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws

@@ -132,7 +132,6 @@ class Communicator:
         """Return this group's next collective, which takes its number.
 
         Args:
-            kind: what it does.
             tensor: has the dtype and shape that all members must pass.
             root: the root that all members must name, a global rank; -1: there is none.
             reduction: the reduction that all members must name.
@@ -276,7 +275,6 @@ class Communicator:
         Args:
             tensor: (n k, ...), n the size of the group. Returns (n k, ...). With uneven parts (sum of `sends`, ...);
                 returns (sum of `receives`, ...).
-            group: as for `all_reduce`.
             sends: by member, the rows for it; None: equally many for each.
             receives: by member, the rows that it sends to this rank; None where `sends` is None.
         """
@@ -311,8 +309,6 @@ class Communicator:
 
         Args:
             tensor: any shape, the same on every rank; overwritten, and returned.
-            src: the root.
-            group: as for `all_reduce`.
         """
         group, wire = check_member(group or self, "broadcast"), self.wire
         source = root_of(self, group, src, "broadcast")
@@ -332,8 +328,6 @@ class Communicator:
 
         Args:
             tensor: any shape, the same on every rank.
-            dst: the root.
-            group: as for `all_reduce`.
             in_place: write the sum into `dst`'s tensor; the contents of the other ranks' tensors are then undefined.
         """
         group, wire = check_member(group or self, "reduce"), self.wire
@@ -355,8 +349,6 @@ class Communicator:
 
         Args:
             tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
-            dst: the root.
-            group: as for `all_reduce`.
         """
         group, wire = check_member(group or self, "gather"), self.wire
         target = root_of(self, group, dst, "gather")
@@ -378,8 +370,6 @@ class Communicator:
         Args:
             tensor: (n k, ...), of the same shape on every rank. Only `src`'s values matter: the others may pass a
                 tensor without memory, `torch.empty(1).expand(n * k)`. Returns (k, ...).
-            src: the root.
-            group: as for `all_reduce`.
         """
         group, wire = check_member(group or self, "scatter"), self.wire
         source = root_of(self, group, src, "scatter")

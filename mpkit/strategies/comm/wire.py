@@ -43,7 +43,6 @@ class CallNumber(NamedTuple):
     """A communication as its ranks identify it: the group or the channel, and the number in it.
 
     Attributes:
-        kind: what it does.
         group: the group ("0,1,2,3"), or the channel of a message ("0>4#F3").
         number: how many communications of that group or channel this rank issued before.
         peer: the root of a collective or the other end of a message, a global rank; -1: there is none.
@@ -110,8 +109,6 @@ class Wire:
     """One rank's end of all communication.
 
     Args:
-        rank: this rank.
-        world_size: the number of ranks.
         device: where this rank's tensors live.
         backend: the backend of torch's process groups.
         checks: compares calls with those of the peers; None: calls are not compared.
@@ -170,8 +167,6 @@ class Wire:
         """Record a communication and start it.
 
         Args:
-            numbered: the communication.
-            nbytes: the payload.
             start: starts the communication and returns torch's handle.
             result: called once the communication is complete; returns the result of `Work.wait`.
             waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the

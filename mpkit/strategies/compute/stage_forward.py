@@ -26,8 +26,7 @@ from mpkit.errors import MpkitError
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.mean import MeanLoss, SummedMeans
-from mpkit.strategies.loss.quotient import Quotient, as_pair, shares
+from mpkit.strategies.loss.counted import MeanLoss, Quotient, SummedMeans, as_pair, shares
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.randomness import Draws, OtherDraws, Randomness
 from mpkit.strategies.models.step_facts import StepFacts
@@ -262,7 +261,7 @@ class PartForward(StageForward):
 
 def loss_share(job: TrainJob, output: Any, targets: Value, weight: float) -> tuple[Tensor, ...]:
     """Return a micro-batch's share of the loss, and its count where the loss has one
-    (`mpkit.strategies.loss.quotient.shares`).
+    (`mpkit.strategies.loss.counted.shares`).
     """
     if job.plan.precision != "full":
         output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few

@@ -59,9 +59,6 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
 
     Args:
         value: a tensor, a tuple or a dict of tensors [batch, s, ...].
-        index: the rank i.
-        n: number of ranks that share the sequence.
-        order: "contiguous" or "zigzag".
     """
     wanted = pieces(index, n, order)
 

@@ -162,7 +162,6 @@ def divide_experts(
     ((range(2, 4),), torch.Size([2, 32, 8]))
 
     Args:
-        model: the whole model.
         group: the ranks that divide the experts, whose number divides theirs.
         parts: what tp has left this rank of each expert, by parameter; it stays so divided.
 
@@ -207,7 +206,6 @@ def _forward(
 
     Args:
         compute: the layer's own forward, with the experts that are here.
-        names: its signature.
         order: the experts in the order of their ranks.
         group: the ranks that divide the experts.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].

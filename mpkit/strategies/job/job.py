@@ -37,7 +37,7 @@ class Problem:
         loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
         names: names of the model's state dict, in order.
         nominal: approximate count of a batch, for a loss that returns (total, count)
-            (`mpkit.strategies.loss.quotient`); None for a mean over samples.
+            (`mpkit.strategies.loss.counted`); None for a mean over samples.
         parameter_hooks: hooks on the model's parameters, by their first names; pickling drops those.
         given_loss: the loss as it was given.
     """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.loss.quotient import Quotient
+from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.models.nested_values import flatten, rebuild
 
 __all__ = ["WholeBatchLoss", "whole_batch_loss"]

@@ -20,7 +20,7 @@ from mpkit.strategies.compute.stage_forward import measure_scores
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import batch_size, part
 from mpkit.strategies.job.job import EvaluationData
-from mpkit.strategies.loss.quotient import as_pair
+from mpkit.strategies.loss.counted import as_pair
 from mpkit.strategies.prepare.batches import is_stream, take_batches
 from mpkit.strategies.stage.stage import call
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import FakeTensor, tree_map_only
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
-from mpkit.strategies.loss.mean import INDEXED, MeanLoss, SummedMeans
-from mpkit.strategies.loss.quotient import Quotient, nominal_count
+from mpkit.strategies.loss.counted import INDEXED, MeanLoss, Quotient, SummedMeans, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.prepare.task import LossForm, Rejection, Task

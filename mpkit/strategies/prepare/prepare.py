@@ -21,7 +21,7 @@ from mpkit.strategies.context.sequence import check_not_packed
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.loss.quotient import Quotient
+from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.models.experts import placed_experts
 from mpkit.strategies.models.hooks import parameter_hooks
 from mpkit.strategies.prepare.arguments import (

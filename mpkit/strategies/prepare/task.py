@@ -15,7 +15,7 @@ from torch import nn
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.loss.quotient import Quotient
+from mpkit.strategies.loss.counted import Quotient
 
 __all__ = ["LossForm", "OptimizerTraits", "Rejection", "Task", "TrainOptions", "raise_rejection"]
 

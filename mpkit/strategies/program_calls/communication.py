@@ -94,9 +94,6 @@ class Communication:
 
     Args:
         comm: the communicator of all ranks: its groups and messages are numbered together with the program's.
-        completion: writes the ends.
-        lines: the program's lines.
-        annotations: what the program says it is doing.
         checks: compares calls with the peers'; None: what compares those of `comm`.
         direct_only: leave alone what DDP, FSDP and the like issue.
 

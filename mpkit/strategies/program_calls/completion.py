@@ -86,9 +86,6 @@ class Completion:
         """Follow a communication whose op has begun.
 
         Args:
-            op: the op's index.
-            work: torch's handle.
-            where: the program's line.
             filled: what it fills: a tensor, a list of tensors or a list of lists.
             by_python: whether Python has issued it, and so receives the handle.
             call: compares it with its peers' calls once more when it is complete.

@@ -47,10 +47,6 @@ class Attempt:
     the ranks. What cannot be copied can be computed once, and not again.
 
     Attributes:
-        serial: the training, at the beginning of the step.
-        batch: inputs and targets.
-        draws: the random numbers of the step.
-        scale: the loss scale.
         start: model and loss at the beginning, pickled; or why they cannot be.
     """
 

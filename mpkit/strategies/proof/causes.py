@@ -24,8 +24,7 @@ from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import leaves
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.mean import ELEMENTWISE, SummedMeans
-from mpkit.strategies.loss.quotient import as_pair
+from mpkit.strategies.loss.counted import ELEMENTWISE, SummedMeans, as_pair
 from mpkit.strategies.models.hooks import backward_hooks, describe_wrappers
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.proof.attempt import Attempt
@@ -50,7 +49,6 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
     """Return the likely cause of a loss or gradients that are not serial, with what would work.
 
     Args:
-        job: the training.
         attempt: the step, from its beginning.
         gradients: those of the ranks, by name; all None where they overflowed.
         says: what differs, in words.

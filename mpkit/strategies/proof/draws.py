@@ -42,8 +42,6 @@ class StepDraws:
     """All draws of a step.
 
     Args:
-        plan: the plan of the ranks.
-        size: the number of samples in the batch.
         by_rank: by rank, by (stage, micro-batch), what was drawn, in order.
         decides: whether the model looks at values while it draws, as one that draws until it accepts a number.
         before: `chances` of the step before.

@@ -36,7 +36,7 @@ from mpkit.strategies.proof.plain_module import (
 )
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks, kept, local, whole
 from mpkit.strategies.proof.rounding import FEW, coarsest, distance, largest
-from mpkit.strategies.proof.step_gradients import StepGradients, compare_step
+from mpkit.strategies.proof.step_gradients import StepComparison, StepGradients
 from mpkit.strategies.runtime.evidence import digest_of
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace.proof import number_steps, power
@@ -62,7 +62,6 @@ class LoopProof:
 
     Args:
         who: what is proved, for messages: "mk.ddp".
-        ranks: all ranks that train the module.
         plain: the module without a wrapper.
         steps: how many.
         tp: those of them that share a batch, and draw random numbers for their parts of it; None: none do.
@@ -351,7 +350,8 @@ class LoopProof:
             return
         self._agree()
         eps = max(torch.finfo(each).eps for each in (dtype, coarsest(self._held.named.values())))
-        verdict = compare_step(step, self._plain.parameters, self._held, self.ranks, noise, eps)
+        comparison = StepComparison(step, self._plain.parameters, self._held, self.ranks)
+        verdict = comparison.verdict(noise, eps)
         if verdict.why_not:
             self._close(f"not verified: {verdict.why_not}")
             return

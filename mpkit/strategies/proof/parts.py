@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import batch_size
-from mpkit.strategies.loss.quotient import as_pair
+from mpkit.strategies.loss.counted import as_pair
 from mpkit.strategies.models.heard_draws import GivenDraws
 from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.proof.attempt import ALL, Attempt

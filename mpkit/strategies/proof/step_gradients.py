@@ -30,7 +30,7 @@ from mpkit.strategies.proof.plain_module import Gradients, Received, wide
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks, local, whole
 from mpkit.strategies.proof.rounding import FEW, distance, largest
 
-__all__ = ["Shares", "StepGradients", "Verdict", "compare_step"]
+__all__ = ["Shares", "StepComparison", "StepGradients", "Verdict"]
 
 NEAR = 1e-3
 """The relative residual up to which shares explain a gradient, and the error of a share that is called exact."""
@@ -120,24 +120,15 @@ class _Table:
     factor: float = 0.0
 
 
-def compare_step(
-    step: StepGradients, plain: Mapping[str, nn.Parameter], held: HeldTensors, ranks: Ranks, noise: Noise, eps: float
-) -> Verdict:  # fmt: skip
-    """Compare the gradients of a step; every rank calls it.
+class StepComparison:
+    """The comparison of one step's gradients; each method is called by every rank.
 
     Args:
         step: the step.
         plain: the plain module's parameters.
         held: what this rank's optimizer updates.
         ranks: all ranks.
-        noise: how far rounding brings this rank's own gradients apart.
-        eps: the coarsest rounding in the step.
     """
-    return _Comparison(step, plain, held, ranks).verdict(noise, eps)
-
-
-class _Comparison:
-    """The comparison of one step; each method is called by every rank."""
 
     def __init__(
         self, step: StepGradients, plain: Mapping[str, nn.Parameter], held: HeldTensors, ranks: Ranks
@@ -147,6 +138,7 @@ class _Comparison:
         self.device = next(iter(plain.values())).device
 
     def verdict(self, noise: Noise, eps: float) -> Verdict:
+        """Compare; `noise` tells how far rounding brings this rank's own gradients apart, eps is the coarsest rounding."""
         step, ranks, names = self.step, self.ranks, list(self.plain)
         now = {name: parameter.grad for name, parameter in self.held.named.items()}
         changed = ranks.any(any(not _same(now.get(name), step.after.get(name)) for name in names))

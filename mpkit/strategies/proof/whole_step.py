@@ -23,8 +23,6 @@ class Elements:
     """Where the elements that one rank updates lie in a parameter of the model.
 
     Attributes:
-        rank: the rank.
-        name: the parameter's name.
         start: the first one in the rank's part of the parameter, flattened.
         shard: that part; None if it is the whole parameter.
     """

@@ -88,7 +88,6 @@ class ReplicatedPart:
     """A rank's part of the model, and the ranks that hold the same part.
 
     Attributes:
-        context: this rank's context.
         plan: read for zero, offload, bucket_mb, prefetch, unused and batchnorm.
         stages: this rank's part of the model by number of the stage, on its device.
         holders: the ranks that hold the same part.

@@ -202,18 +202,8 @@ class ShardedGradients(Gradients):
     """Gradients of one backward, reduced at once; their sums accumulate in the shard."""
 
     flat: ShardedFlat
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        record: Recorder,
-        shard_group: Communicator,
-        stage: int | None,
-        replicate_group: Communicator | None = None,
-    ) -> None:
-        super().__init__(layout, record, shard_group, stage, replicate_group)
-        self._has_sum = False  # whether the shard holds the sum of an earlier backward
-        self._more: Tensor | None = None  # (k,), where the next sum is written if it does
+    _has_sum = False  # whether the shard holds the sum of an earlier backward
+    _more: Tensor | None = None  # (k,), where the next sum is written if it does
 
     def _new_flat(self, record: Recorder) -> ShardedFlat:
         flat = ShardedFlat(self.layout, record, "grads", self._shard_group)

@@ -116,7 +116,6 @@ class AfterStep:
     """One rank's part in what happens after each step.
 
     Args:
-        training: this rank's part of it.
         checks: compares what `on_step` communicates; None: nothing does.
 
     Attributes:

@@ -24,7 +24,7 @@ Serial training is the case of one stage, and naive model parallelism that of on
 The loss of a micro-batch of k samples out of K has weight k/K, so that the sum over micro-batches is the mean over
 the batch, and its gradient the batch's gradient, even where micro-batches differ in size. Where replicas share a
 batch, each has its share of every micro-batch, and the sum is also over replicas. Losses that return (total, count)
-are added up as in `mpkit.strategies.loss.quotient`.
+are added up as in `mpkit.strategies.loss.counted`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.experts.divide import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.mean import MeanLoss
+from mpkit.strategies.loss.counted import MeanLoss
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.chain import layers_of, prefix_of, repeated_blocks
 from mpkit.strategies.models.hooks import register
