@@ -138,7 +138,7 @@ class StepComparison:
         self.device = next(iter(plain.values())).device
 
     def verdict(self, noise: Noise, eps: float) -> Verdict:
-        """Compare; `noise` tells how far rounding brings this rank's own gradients apart, eps is the coarsest rounding."""
+        """Compare, with how far rounding brings gradients apart here (noise), and the coarsest rounding (eps)."""
         step, ranks, names = self.step, self.ranks, list(self.plain)
         now = {name: parameter.grad for name, parameter in self.held.named.items()}
         changed = ranks.any(any(not _same(now.get(name), step.after.get(name)) for name in names))
