@@ -70,7 +70,6 @@ class FolderLock:
     >>> FolderLock(folder).release()
 
     Args:
-        folder: folder of checkpoints.
         joins: whether this is rank 0 of the training that already holds the lock.
 
     Raises:
@@ -165,9 +164,6 @@ class CheckpointSaving:
     """When and where a training saves checkpoints.
 
     Attributes:
-        every: number of steps between checkpoints.
-        folder: where checkpoints are saved.
-        keep: how many of them are kept.
         training: the name of this training, which its checkpoints bear; one that is resumed in its folder keeps it.
         resumes: whether it goes on from a checkpoint of this folder.
     """

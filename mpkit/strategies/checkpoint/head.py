@@ -42,14 +42,11 @@ class CheckpointHead:
 
     Attributes:
         step: number of steps done, and so the number of the next one.
-        plan: plan of the training that wrote it.
-        world_size: number of ranks of that training.
         facts: facts about model and optimizer: `mpkit.strategies.prepare.resume.facts_of`.
         scaler: the loss scale, and the number of steps since it changed.
         skipped: number of steps that all ranks skipped because of an overflow.
         files: size in bytes and SHA-256 of each file, by name.
         training: the training that wrote it, by a name drawn at random.
-        format: version of this format.
     """
 
     step: int

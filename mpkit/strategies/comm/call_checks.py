@@ -175,9 +175,7 @@ class CheckedCall:
 
     Args:
         group: the group or channel, as the trace spells it.
-        number: the call's number in it, which is the row.
         text: the arguments of the call; see `Fingerprint`.
-        words: each table with this rank's word in it.
     """
 
     __slots__ = ("_checks", "_group", "_number", "_words", "text")

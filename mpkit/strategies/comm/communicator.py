@@ -77,7 +77,6 @@ class Communicator:
     [(6, 1), (6, 1), (6, 5), (6, 5)]
 
     Args:
-        wire: this rank's end of all communication.
         ranks: the members' global ranks, ascending; None: all ranks.
         handle: torch's process group of these ranks; None: that of all ranks.
 
@@ -134,7 +133,6 @@ class Communicator:
         Args:
             tensor: has the dtype and shape that all members must pass.
             root: the root that all members must name, a global rank; -1: there is none.
-            reduction: the reduction that all members must name.
             parts: the rows for each member and from each, where they may differ.
         """
         number, what = self.take_number(), self.wire.what
@@ -392,7 +390,6 @@ class Communicator:
 
         Args:
             tensor: any shape; the receiver's buffer has the same.
-            dst: the receiving rank.
             tag: an integer, or a letter and an integer such as "F3"; the matching `irecv` must use the same tag.
         """
         other = peer_of(self, dst, "isend")

@@ -109,14 +109,10 @@ class Wire:
     """One rank's end of all communication.
 
     Args:
-        device: where this rank's tensors live.
-        backend: the backend of torch's process groups.
         checks: compares calls with those of the peers; None: calls are not compared.
 
     Attributes:
-        communicators: this rank's communicators, by their ranks.
         messages: the number of messages so far, by channel.
-        gloo: whether the backend is gloo.
         by_name: whether messages are matched by tag; otherwise they are matched by order, which both ends must keep.
         staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
         before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
@@ -167,7 +163,6 @@ class Wire:
         """Record a communication and start it.
 
         Args:
-            start: starts the communication and returns torch's handle.
             result: called once the communication is complete; returns the result of `Work.wait`.
             waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the
                 communication. (A backend's thread may take the core during the start.)

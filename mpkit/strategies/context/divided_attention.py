@@ -60,7 +60,6 @@ class ContextParallel(TorchFunctionMode):
     Args:
         group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.strategies.context.sequence`).
-        draws: the rank's random numbers.
         ulysses: whether they divide the heads; otherwise keys and values go round them.
         attended: is called with the number of pairs of a query and a key that an attention computed on this rank.
 

@@ -207,7 +207,6 @@ def _forward(
     Args:
         compute: the layer's own forward, with the experts that are here.
         order: the experts in the order of their ranks.
-        group: the ranks that divide the experts.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
     """
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]

@@ -88,9 +88,6 @@ class Quotient:
     >>> Quotient(lambda out, y: (out.sum(), 4))(torch.ones(8), None)
     tensor(2.)
 
-    Args:
-        loss: the loss to call.
-
     Attributes:
         count: the count that the last call returned; None if it returned a mean.
     """
@@ -116,7 +113,6 @@ def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ..
     (tensor(3.), tensor(3., dtype=torch.float64))
 
     Args:
-        value: the value that the loss returned.
         weight: the part's share of the samples; 0 for a stand-in, which does not count.
         nominal: the approximate count of a batch, for a loss that returns (total, count); None for a mean.
     """

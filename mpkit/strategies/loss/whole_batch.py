@@ -72,7 +72,6 @@ class WholeBatchLoss:
         """Return the loss of the whole batch.
 
         Args:
-            outputs, targets: this rank's outputs and targets.
             counts: whether this rank's samples belong to the batch; False for a stand-in.
         """
         if self._group is None or self._group.size == 1:

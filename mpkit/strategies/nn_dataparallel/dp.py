@@ -182,7 +182,6 @@ class DP(GradientSync):
 
     Attributes:
         loss_scale: factor of the gradients, which lets fp16 represent them.
-        computes_loss: whether this rank computes the loss.
     """
 
     def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
@@ -277,7 +276,6 @@ class DP(GradientSync):
         Args:
             outputs, targets: of all ranks, (samples, ...) each.
             key: the signature of the whole micro-batch.
-            weight: its share of the batch.
 
         Returns:
             The share of the loss, with its count if it has one; and the gradients of the outputs, by their number.

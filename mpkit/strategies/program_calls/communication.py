@@ -48,7 +48,6 @@ class C10dOperator(NamedTuple):
     """One of c10d's operators.
 
     Attributes:
-        kind: what it does.
         tensors: which argument holds the tensors that make up the payload.
         peer: which argument names the other end of a message or the root, a rank of the group; -1: none does.
         per_rank: whether that argument is one rank's part, so that the payload is as many of it as there are ranks.
@@ -268,7 +267,6 @@ def _uneven_parts(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[
     Args:
         args: of the operator: `alltoall_` has a list of tensors, one per member; `alltoall_base_` one tensor, and the
             rows for each member in its fifth argument, which is empty if they are as many.
-        tensors: the payload.
 
     >>> rows = torch.zeros(5, 2)
     >>> _uneven_parts([rows, rows, None, [5], [4, 1]], [rows]), _uneven_parts([rows, rows, None, [], []], [rows])
@@ -326,11 +324,7 @@ def compare_calls(comm: Communicator, checks: CallChecks | None = None) -> Itera
 
 
 class ComparedFunction:
-    """A rank's function whose own calls of torch.distributed are compared; it has that function's name.
-
-    Args:
-        function: the user's function.
-    """
+    """A rank's function whose own calls of torch.distributed are compared; it has that function's name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

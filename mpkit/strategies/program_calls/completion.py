@@ -44,9 +44,6 @@ class _OpenCall(NamedTuple):
 class Completion:
     """The communications of one rank that are under way.
 
-    Args:
-        record: the rank's recorder.
-
     Attributes:
         backwards: how many backwards are running, one within another.
     """

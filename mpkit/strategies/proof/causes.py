@@ -49,9 +49,7 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
     """Return the likely cause of a loss or gradients that are not serial, with what would work.
 
     Args:
-        attempt: the step, from its beginning.
         gradients: those of the ranks, by name; all None where they overflowed.
-        says: what differs, in words.
     """
     untold = []
     kinds = [_parameters, _memory, _broadcast, _parts]

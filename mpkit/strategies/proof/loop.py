@@ -62,8 +62,6 @@ class LoopProof:
 
     Args:
         who: what is proved, for messages: "mk.ddp".
-        plain: the module without a wrapper.
-        steps: how many.
         tp: those of them that share a batch, and draw random numbers for their parts of it; None: none do.
         synchronizes: whether the forward that runs has the first rank's buffers on all ranks.
 
@@ -103,8 +101,6 @@ class LoopProof:
         """Begin with the wrapped module; every rank calls it.
 
         Args:
-            module: the module whose forward is called, within all wrappers.
-            held: what this rank's optimizer updates.
             listens: whether forwards, backwards and steps are heard; otherwise `compare_step` is told of them.
         """
         self._module, self._held = module, held
@@ -294,8 +290,6 @@ class LoopProof:
         """Do a whole step in plain PyTorch, which the ranks did together after `enter`, and compare.
 
         Args:
-            loss: what the step returned.
-            heard: what this rank drew at random in it.
             draws: returns what all ranks drew as that of the whole batch.
         """
         seen, self._now = self._now, None

@@ -65,8 +65,6 @@ def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
     """Return why the parts of a batch do not add up to it, and what would work; "" if they do.
 
     Args:
-        plan: determines the parts.
-        attempt: the step.
         tolerance: the relative difference up to which results are the same.
     """
     parts = [(which, draws) for which, weight, draws in attempt.draws.parts() if weight]

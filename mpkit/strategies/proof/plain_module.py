@@ -190,8 +190,6 @@ class PlainModule:
         """Return what each forward makes, as in `PlainForward.got`, and the gradients of each backward, in float64.
 
         Args:
-            forwards: those of the step, in order.
-            backwards: likewise.
             seed: of other roundings; None: those as they are.
         """
         outputs, made, own = list[list[Tensor]](), list[dict[str, Tensor]](), list[Gradients]()
@@ -277,10 +275,6 @@ def _apart(leaf: Any, dtype: torch.dtype | None = None) -> Any:
 
 class RandomStates:
     """The states of all random number generators that a forward may draw from, at one moment.
-
-    Args:
-        module: may keep generators of its own.
-        device: the module's.
 
     Attributes:
         torch: torch's: of the CPU, and of the GPU if the module is on one.

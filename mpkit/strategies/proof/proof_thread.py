@@ -33,8 +33,6 @@ class ProofThread:
     """Verifies the steps of a run, in a thread.
 
     Args:
-        job: the training.
-        folder: the folder of its launch.
         losses: returns the losses of the steps so far.
 
     Attributes:

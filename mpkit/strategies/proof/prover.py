@@ -52,7 +52,6 @@ class Prover:
 
     Args:
         job: the training; its model, loss and optimizer are copied, and stay as they are.
-        folder: the folder of the launch.
     """
 
     def __init__(self, job: TrainJob, folder: Path) -> None:

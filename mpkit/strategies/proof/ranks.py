@@ -49,7 +49,6 @@ class Ranks:
         findings: what this rank found that is not as in plain PyTorch.
         digests: of what has to be the same on all ranks, by name, in order.
         training: the mode of the first forward of a step.
-        notes: what is said besides.
     """
 
     def __init__(self, who: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
@@ -204,7 +203,6 @@ class HeldTensors:
     Args:
         named: what this rank's optimizer updates, by the names in the plain module.
         elements: which elements of parameters these are; None where each is whole, or a DTensor.
-        ranks: all ranks.
     """
 
     def __init__(

@@ -179,7 +179,6 @@ def few_of(dtype: torch.dtype, terms: int) -> float:
     Analysis", SIAM J. Sci. Comput. 2019); kernels accumulate in 32 bits or more.
 
     Args:
-        dtype: the results'.
         terms: the number of elements in the batch, over which a gradient is summed.
 
     >>> few_of(torch.float32, 1024) / torch.finfo(torch.float32).eps

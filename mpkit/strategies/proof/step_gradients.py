@@ -91,8 +91,6 @@ class Verdict(NamedTuple):
     Attributes:
         finding: what is not as in plain PyTorch on this rank.
         worst: the largest difference, relative to the largest element.
-        note: what is said besides.
-        why_not: why the step cannot be compared.
     """
 
     finding: str = ""
@@ -121,14 +119,7 @@ class _Table:
 
 
 class StepComparison:
-    """The comparison of one step's gradients; each method is called by every rank.
-
-    Args:
-        step: the step.
-        plain: the plain module's parameters.
-        held: what this rank's optimizer updates.
-        ranks: all ranks.
-    """
+    """The comparison of one step's gradients; each method is called by every rank."""
 
     def __init__(
         self, step: StepGradients, plain: Mapping[str, nn.Parameter], held: HeldTensors, ranks: Ranks
@@ -303,9 +294,6 @@ def _factor(now: Local, after: Local, names: Sequence[str]) -> float:
 class Shares:
     """How many times each part counts in some gradients.
 
-    Args:
-        parts: the number of parts.
-
     >>> shares, parts = Shares(2), torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]])
     >>> shares.add(parts[0] * 2 + parts[1], parts)
     >>> [round(share, 6) for share in shares.solve()]
@@ -348,8 +336,6 @@ def explain_shares(shares: Sequence[float], ranks: Sequence[int], rank: int) -> 
 
     Args:
         shares: for each rank, and within it for each backward of the step.
-        ranks: the ranks.
-        rank: whose gradients they are.
 
     >>> explain_shares([0.0, 1.0], (0, 1), 1)
     "this rank's own: the mean over the ranks is missing"

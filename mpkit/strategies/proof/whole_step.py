@@ -64,12 +64,9 @@ class WholeStep:
         remembered: what model and loss remember in Python from earlier steps, of the first rank that does.
         other_memory: the places of what they remember that cannot be sent.
         other_draws: whether a forward drew random numbers that are not torch's.
-        decides: whether a forward looked at tensors' values.
         frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
         losses: each rank's share of the loss; None where it computes none.
-        scale: the loss scale.
-        skipped: whether the update was left out.
     """
 
     before: dict[str, Tensor]
@@ -116,13 +113,7 @@ def files_of(folder: Path, ranks: int, step: int, kind: Callable[[int], str] = e
 
 
 def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Collection[str]) -> WholeStep:
-    """Return what the ranks have of a step, and remove their files.
-
-    Args:
-        paths: each rank's file.
-        shapes: the shapes of the model's parameters, by name.
-        trained: the names of those that are trained.
-    """
+    """Return what the ranks have of a step, and remove their files."""
     # By our own ranks, in a folder that is only ours.
     files = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
     for path in paths:

@@ -112,10 +112,7 @@ class Flat:
     """A flat tensor (n k,) that stays whole, and this rank's shard of it (k,), which is a view of it.
 
     Args:
-        layout: where each parameter lies.
-        record: this rank's recorder, whose ledger counts the memory.
         category: ledger category of the memory that stays.
-        shard_group: the ranks that hold the other shards.
 
     Attributes:
         there: whether the whole tensor has memory.
@@ -125,7 +122,6 @@ class Flat:
         shard: (k,).
         parts: the parameters' parts of the shard, in one dimension.
         layer: the name of the layer whose parameters these are; "" if they are those of several.
-        names: the parameters' names.
     """
 
     def __init__(

@@ -166,7 +166,6 @@ class WholeParameters:
     """The parameters that are whole, or are being gathered. At first none are.
 
     Args:
-        flats: flat tensors of parameters, with the shards filled.
         demand: gathers a parameter that is used while it is not whole; returns False where that is not possible.
     """
 
@@ -206,7 +205,6 @@ class WholeParameters:
         """Free all flat tensors but these.
 
         Args:
-            kept: those that stay whole.
             changed: whether the others may have been written into, which is lost.
         """
         for flat in [flat for flat in self._whole if flat not in kept]:
@@ -251,7 +249,6 @@ class GatherHooks:
     Args:
         sites: the model's sites, in order of use as far as that is known.
         flats: flat tensors of all their parameters, with the shards filled.
-        prefetch: number of sites to gather ahead.
 
     Attributes:
         goes_back: whether a step's backward is under way; set where it begins.

@@ -90,7 +90,6 @@ class ReplicatedPart:
     Attributes:
         plan: read for zero, offload, bucket_mb, prefetch, unused and batchnorm.
         stages: this rank's part of the model by number of the stage, on its device.
-        holders: the ranks that hold the same part.
         tied: parameters that several stages of the model use, whose gradients are complete only after all backwards.
         allow_unused: what lets a parameter have no gradient, for the error that asks for it.
         experts: the ranks that hold the same experts; None if the same ranks do.

@@ -48,13 +48,11 @@ class Gradients(ABC):
     """The gradients of a unit's parameters, in a flat tensor.
 
     Args:
-        layout: that of the unit's parameters.
         shard_group: the ranks that share the work.
         stage: the model's stage whose backwards produce the gradients; None if several do, which share a tied weight.
         replicate_group: the ranks of other groups that keep the same shard; None if there are none.
 
     Attributes:
-        layout, stage: as given.
         flat: the flat tensor; after `complete` its shard is this rank's shard of the sum, (k,).
         ready: parameters that have had a gradient in this step.
         missing: parameters whose gradient has not arrived yet, of those that `Reducer` waits for.
@@ -258,7 +256,6 @@ class Reducer:
         replicas: all ranks that share the batch.
         units: all of them, in the order in which they fill.
         names: the names of all trained parameters, for errors; one that is in no unit has no replica.
-        allows_unused: whether a parameter may have no gradient.
         allow_unused: what would allow that, for the error.
     """
 
@@ -304,7 +301,6 @@ class Reducer:
         """Within the block, the step's last backward of a stage, reduce units as they fill; in others they accumulate.
 
         Args:
-            last: whether it is the last one.
             half: "W" of a split backward makes a gradient in several parts, and "I" none.
         """
         self._reducing, self._arrive_once = last and half != "I", half != "W"

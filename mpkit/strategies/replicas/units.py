@@ -35,7 +35,6 @@ class Site:
     """A module whose parameters must be whole before its forward and its backward.
 
     Attributes:
-        stage: the stage to which the module belongs.
         module: a repeated block of the model, a layer beside the blocks, or a module around such.
         own: parameters that are in no earlier site.
         uses: all parameters that its own computation may use.
@@ -126,8 +125,6 @@ def units_of(
     Stages 1 and 2 leave frozen parameters whole: they have no gradient and are in no optimizer.
 
     Args:
-        sites: the model's sites.
-        zero: the stage.
         bucket_bytes: the most bytes in a unit of stages 1 and 2.
         tied: parameters that several stages of the model use.
         apart: the kinds of parameters that share no unit with those of another kind.
@@ -191,7 +188,6 @@ def fill_buckets(
     """Divide parameters into buckets of `nbytes` each, the first of each dtype of 1 MiB, as in PyTorch's DDP.
 
     Args:
-        parameters: in the order in which their gradients arrive.
         nbytes: size at which a bucket is full.
         apart: the kinds of parameters that share no bucket with those of another kind. Those that other ranks hold
             beside shards of other sizes are summed in the same order everywhere so, and agree to the last bit; experts

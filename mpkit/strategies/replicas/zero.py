@@ -57,8 +57,6 @@ class Zero(GradientSync):
     Attributes:
         pieces: this rank's part of every trained parameter, possibly empty.
         pieces_of: the pieces that lie in a flat tensor, by its layout.
-        flat_params: how a unit's parameters are kept.
-        flat_grads: how its gradients are kept.
     """
 
     divided = True

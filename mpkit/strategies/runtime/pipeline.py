@@ -173,7 +173,6 @@ class Pipeline:
         """Return the sums and weights of a batch's scores on ranks with the last stage; None on the others.
 
         Args:
-            number: the number of the batch.
             microbatches: this rank's share of it; a small batch has fewer than the schedule.
         """
         self._microbatches = microbatches

@@ -32,8 +32,6 @@ class Masters:
     """The parameters that the optimizer is given, one per piece.
 
     Args:
-        plan: read for precision and offload.
-        pieces: the pieces that this rank updates.
         fp32_params: whole parameters before they were cast to 16 bits.
 
     Attributes:

@@ -57,7 +57,6 @@ class WholeParameter(NamedTuple):
     """A trained parameter of the model, before it is divided among ranks.
 
     Attributes:
-        kind: its class.
         attributes: those that its author gave it, such as a mark.
         original: the model's own object, on a rank.
     """
@@ -126,7 +125,6 @@ class UpdatedPart(NamedTuple):
     """The part of a parameter that one rank updates.
 
     Attributes:
-        parameter: the tensor that the optimizer updates.
         take: selects this part of a tensor that has the whole parameter's shape; None if `parameter` is the whole one.
     """
 
@@ -140,7 +138,6 @@ class OptimizerFunction:
 
     Attributes:
         function: takes parameters, or (name, parameter) pairs.
-        by_name: whether it takes pairs.
         elementwise: whether the optimizer is declared to treat each element by itself.
     """
 
@@ -222,7 +219,6 @@ def make_optimizer(
 
     Args:
         function: makes the optimizer, as for `Cluster.train`.
-        whole: every trained parameter of the model.
         held: what this rank updates, by name; some of it may have no elements.
 
     Returns:
@@ -315,9 +311,6 @@ class SeveralOptimizers(Optimizer):
     >>> both = SeveralOptimizers([torch.optim.SGD([w], lr=0.1), torch.optim.AdamW([b])])
     >>> kind_of(both), [group["lr"] for group in both.param_groups]
     ('SGD with AdamW', [0.1, 0.001])
-
-    Attributes:
-        optimizers: the same.
 
     Raises:
         ValueError: a parameter belongs to two of them.

@@ -43,7 +43,6 @@ class LossScaler:
 
     Attributes:
         enabled: whether to scale; if not, the scale stays 1.
-        scale: what the loss is multiplied by.
         good: steps without an overflow since the scale last changed.
         growth_interval: number of such steps after which the scale is doubled.
 
@@ -79,7 +78,6 @@ class Update:
 
     Args:
         job: read for optimizer, plan, max_grad_norm and lr_schedule.
-        sync: holds the pieces that are updated.
         tied: tied weights, which are sent to other stages when they are updated.
         fp32_params: whole parameters before they were cast to 16 bits.
         trained: result of `trained_parameters` for the whole model.
@@ -145,7 +143,6 @@ class Update:
         """Update the parameters from the pieces' gradients.
 
         Args:
-            number: number of the step, for the learning rate.
             factor: nominal / count, for a loss that returns (total, count).
             look: called with the gradients of the whole batch, before they are clipped.
         """

@@ -205,11 +205,7 @@ class DataParallel(ModuleWrapper):
 
 
 class _AveragedGradients(DDP):
-    """Gradients averaged over replicas in each backward that synchronizes.
-
-    Args:
-        held: the module, and its replicas.
-    """
+    """Gradients averaged over replicas in each backward that synchronizes."""
 
     reduction = "mean"
 

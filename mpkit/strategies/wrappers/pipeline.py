@@ -94,8 +94,7 @@ def pipeline(
             differ in shape.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         microbatches: into how many micro-batches a batch is divided; None for the number of ranks.
-        virtual_stages, recompute, cut: as in `mk.Plan`. Replicas of pipelines, 16 bits and the rest of a Plan are
-            `Cluster.train`'s.
+        virtual_stages, recompute, cut: as in `mk.Plan`, all of which `Cluster.train` takes.
         prove: the number of first steps whose loss and gradients are compared with plain PyTorch on each rank; 0: none.
 
     Returns:
@@ -130,8 +129,6 @@ class PipelineParallel(DividedModule):
     """A module whose stages are on different ranks; made by `mk.pipeline`.
 
     Args:
-        context: this rank's context.
-        job: the module, and how it is divided.
         proof: compares the first steps with plain PyTorch; None: nothing does.
     """
 

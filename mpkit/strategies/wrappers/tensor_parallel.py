@@ -50,9 +50,7 @@ class TensorParallel(DividedModule):
     """A module of which each rank holds a part of each layer; made by `mk.tensor_parallel`.
 
     Args:
-        module: the module, already divided.
         shards: for each rank of the group, which part of which parameter it holds, by every name.
-        comm: the ranks that hold the other parts.
         proof: compares the first steps with plain PyTorch; None: nothing does.
     """
 

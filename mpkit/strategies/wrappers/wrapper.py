@@ -38,11 +38,7 @@ Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
 
 class ModuleWrapper(nn.Module):
-    """A module that calls another, and is taken for it: attributes, names and signature are those of `module`.
-
-    Args:
-        module: the user's module.
-    """
+    """A module that calls another, and is taken for it: attributes, names and signature are those of `module`."""
 
     module: nn.Module
 
@@ -141,7 +137,6 @@ class HeldParameters:
     """The parameters of a module as they were when it was wrapped.
 
     Args:
-        module: the module.
         wrapper: the wrapper's call, for errors: "mk.ddp".
         allows_unused: whether a parameter may get no gradient, and so may be frozen while others train.
     """
@@ -227,7 +222,6 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
     """Return the module, if it can be wrapped.
 
     Args:
-        module: what was given.
         what: the wrapper's call, for errors: "mk.ddp".
         within: wrappers that may be inside of it.
 
@@ -291,7 +285,6 @@ def begin_proof(who: str, comm: Communicator, module: nn.Module, steps: int, **h
     """Return the proof of the first steps of a module that is not yet wrapped; None if there are none.
 
     Args:
-        who: the wrapper's call.
         comm: all ranks that train it.
         module: is copied.
         steps: how many; 0: none.
