@@ -104,12 +104,7 @@ def pipeline(
         ValueError: there is no process group, the module cannot be divided or has nothing to train, or the schedule
             does not fit the number of ranks.
     """
-    check_module(module, "mk.pipeline")
-    if not callable(loss):
-        raise ValueError(
-            f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
-            "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
-        )
+    _check(module, loss)
     context, comm = ranks_for(module)
     plan = Plan(
         pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n,
@@ -117,12 +112,24 @@ def pipeline(
     )  # fmt: skip
     proof = begin_proof("mk.pipeline", comm, module, prove, loss=loss)
     broadcast_all(comm, module)
+    return PipelineParallel(context, _divide(module, example, plan, loss, context), proof)
+
+
+def _check(module: Any, loss: Any) -> None:
+    check_module(module, "mk.pipeline")
+    if not callable(loss):
+        raise ValueError(
+            f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
+            "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
+        )
+
+
+def _divide(module: nn.Module, example: Any, plan: Plan, loss: Any, context: Context) -> TrainJob:
     batches = [example] if isinstance(example, tuple) else list(example)
-    job = prepare(
-        module, batches, plan, ranks=n, steps=len(batches), loss=loss, by_name=context.comm.wire.by_name,
+    return prepare(
+        module, batches, plan, ranks=plan.pp, steps=len(batches), loss=loss, by_name=context.comm.wire.by_name,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),  # only examined
     )  # fmt: skip
-    return PipelineParallel(context, job, proof)
 
 
 class PipelineParallel(DividedModule):
