@@ -236,8 +236,6 @@ def warm_up() -> None:
             assert getattr(torch.ops.c10d, name).default._handle is not None
     # Creating the first optimizer imports many modules (torch._dynamo).
     torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
-    # What init_process_group empties on each rank is empty already: to free it there takes a millisecond.
-    torch._dynamo.trace_rules.clear_lru_cache()
 
 
 def join_pages() -> None:
