@@ -21,7 +21,6 @@ from mpkit.prediction.advice.advice import advise as advise
 from mpkit.prediction.cost_model.calibrate import calibrate as calibrate
 from mpkit.prediction.cost_model.estimate import estimate as estimate
 from mpkit.prediction.cost_model.estimate import fits as fits
-from mpkit.prediction.cuts import find_cut as find_cut
 from mpkit.prediction.dry_run import trace_fake as trace_fake
 from mpkit.prediction.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
 from mpkit.prediction.experiments.profile import profile as profile
@@ -31,6 +30,7 @@ from mpkit.strategies import tensor as tensor
 from mpkit.strategies.data.batches import Batches as Batches
 from mpkit.strategies.loss.counted import mean_loss as mean_loss
 from mpkit.strategies.loss.whole_batch import whole_batch_loss as whole_batch_loss
+from mpkit.strategies.prepare.find_cut import find_cut as find_cut
 from mpkit.strategies.rank_context import Context as Context
 from mpkit.strategies.reference.reading import source as source
 from mpkit.strategies.update import optimizer as optimizer

@@ -20,7 +20,7 @@ from mpkit.common.display import draw
 from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT
 from mpkit.plan.mesh import Mesh
-from mpkit.strategies.placement.placed_ranks import place
+from mpkit.strategies.placement.placement import place
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.traffic import sent_to
 from mpkit.timeline.volume import VolumeRow

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from mpkit.devices.hardware import Hardware
     from mpkit.launch.session.cluster import Cluster
-    from mpkit.strategies.placement.placed_ranks import Placement
+    from mpkit.strategies.placement.placement import Placement
     from mpkit.strategies.prepare.prepare import TrainJob
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace.expert_load import ExpertLoad

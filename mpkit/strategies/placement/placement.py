@@ -1,21 +1,238 @@
-"""Where a plan would put a model, and where a run has put one: `Placement`s of both."""
+"""Placement: which rank holds which part of which layer, on which node, and which ranks communicate over which link.
+
+    pp   a rank holds the layers of its stages
+    dp   replicas hold the same parameters, or under ZeRO a shard of them
+    cp   ranks that share a sequence hold the same parameters, too
+    tp   a rank holds some rows or columns of a divided layer
+
+Where a plan would put a model, and where a run has put one: both are a `Placement`.
+
+Neighbouring ranks differ in tp first, so that the ranks that communicate most stay within a node (Narayanan et al.
+2021, section 3.2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mpkit.plan.mesh_of_trace import holders_of, mesh_of
-from mpkit.strategies.placement.placed_ranks import Parts, Placement, Share, place
+from mpkit.common.display import DrawnResult
+from mpkit.devices.placement_notes import across_nodes
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import holders_of, long_axes, mesh_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpkit.devices.hardware import Hardware
+    from mpkit.devices.hardware import Hardware, Link
     from mpkit.plan.plan import Plan
     from mpkit.strategies.stage.shard import Shard
 
-__all__ = ["placement", "placement_of", "shard_words", "shards_by", "shares_of"]
+__all__ = [
+    "STATES",
+    "Placement",
+    "Share",
+    "Talk",
+    "brief",
+    "place",
+    "placement",
+    "placement_of",
+    "sharded_states",
+]
+
+Parts = Mapping[str, str | Sequence[str]]
+"""What a tp rank holds of each layer or parameter: one text for all ranks ("1/2 of its rows"), or one per tp rank."""
+
+
+STATES = ("parameters", "gradients", "optimizer states")
+"""The model states, in the order of the ZeRO paper's figure 1."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A parameter, and which replica holds which part of it.
+
+    Attributes:
+        name: its name in the model.
+        shape: the shape of the whole parameter.
+        parts: by replica, the first element of its part and the one after its last, in the flattened parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
+
+
+def sharded_states(zero: int) -> dict[str, bool]:
+    """Return which model states a ZeRO stage shards; the others are whole on every replica.
+
+    >>> sharded_states(2)
+    {'parameters': False, 'gradients': True, 'optimizer states': True}
+    """
+    return {state: zero >= least for state, least in zip(STATES, (3, 2, 1), strict=True)}
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Groups of one axis that communicate over the same link.
+
+    Attributes:
+        axis: the axis, such as "tp".
+        groups: the groups of ranks; along pp, pairs of neighbours.
+        link: the link that they use; None if no hardware was given.
+        crosses: whether the groups span several nodes.
+    """
+
+    axis: str
+    groups: tuple[tuple[int, ...], ...]
+    link: Link | None
+    crosses: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(DrawnResult):
+    """The place of every rank: prints as text, and shows itself as a picture in a notebook.
+
+    Attributes:
+        mesh: the mesh of the ranks.
+        stages: the names of the layers, by stage; empty if no model is known.
+        holders: by stage, the place along pp that holds it.
+        shards: what tp divides; see `Parts`.
+        hardware: the machine with its nodes and links; None if not given.
+        notes: remarks for the reader.
+        zero: the ZeRO stage; 0 if all replicas hold the same.
+        shares: under ZeRO, which elements of each parameter a replica updates; in stage 3 it holds no others.
+    """
+
+    mesh: Mesh
+    stages: tuple[tuple[str, ...], ...] = ()
+    holders: tuple[int, ...] = ()
+    shards: Parts = field(default_factory=dict)
+    hardware: Hardware | None = None
+    notes: tuple[str, ...] = ()
+    zero: int = 0
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same part of the model, or would without ZeRO: dp x cp."""
+        return self.mesh.dp * self.mesh.cp
+
+    @property
+    def shard_count(self) -> int:
+        """The number of ranks across which ZeRO shards the states that replicas would otherwise duplicate."""
+        return self.mesh.dp_shard * self.mesh.cp
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the numbers of the stages that a rank holds."""
+        place = self.mesh.place(rank).pp
+        return [stage for stage, holder in enumerate(self.holders) if holder == place]
+
+    def layers_of(self, rank: int) -> list[str]:
+        """Return the names of the layers that a rank holds in whole or in part."""
+        return [name for stage in self.stages_of(rank) for name in self.stages[stage]] if self.stages else []
+
+    def part(self, name: str, rank: int) -> str:
+        """Describe which part of a divided layer a rank holds; "" if the layer is not divided."""
+        words = self.shards.get(name, "")
+        return words if isinstance(words, str) else words[self.mesh.place(rank).tp]
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of the rank's node; 0 if no hardware was given."""
+        return self.hardware.node_of(rank) if self.hardware else 0
+
+    @property
+    def nodes(self) -> list[tuple[int, ...]]:
+        """The ranks by node."""
+        numbers = [self.node_of(rank) for rank in range(self.mesh.size)]
+        return [tuple(r for r, n in enumerate(numbers) if n == node) for node in sorted(set(numbers))]
+
+    @property
+    def talks(self) -> list[Talk]:
+        """The groups that communicate, with their links, by axis, innermost axis first."""
+        talks = []
+        more = ["ep"] if self.mesh.ep > 1 else []
+        for axis in (*reversed(long_axes(self.mesh)), *more):
+            groups = self.mesh.groups(axis)
+            if axis == "pp":  # a stage communicates with its neighbours only
+                groups = [pair for group in groups for pair in pairwise(group)]
+            for crosses in (False, True):
+                some = tuple(g for g in groups if (len({self.node_of(rank) for rank in g}) > 1) == crosses)
+                if some:
+                    link = self.hardware.link_of(some[0]) if self.hardware else None
+                    talks.append(Talk(axis, some, link, crosses))
+        return talks
+
+    def __repr__(self) -> str:
+        return f"<Placement of {self.mesh.size} ranks on {len(self.nodes)} node{'s' * (len(self.nodes) > 1)}>"
+
+
+def place(
+    mesh: Mesh,
+    stages: Sequence[Sequence[str]] = (),
+    shards: Parts | None = None,
+    hardware: Hardware | str | None = None,
+    *,
+    holders: Sequence[int] | None = None,
+    notes: Sequence[str] = (),
+    zero: int = 0,
+    shares: Sequence[Share] = (),
+) -> Placement:
+    """Return the placement of a mesh, a model's stages and shards, all of which are known already.
+
+    >>> from mpkit.devices.hardware import Device, Hardware, Link
+    >>> wires = Link("bus", 1e-6, 80e9), Link("network", 5e-6, 25e9)
+    >>> toy = Hardware("toy", Device("d", {"float32": 1e12}, 1e11), *wires, per_node=2, nodes=2)
+    >>> [(talk.axis, talk.groups, talk.link.name) for talk in place(Mesh(pp=2, tp=2), hardware=toy).talks]
+    [('tp', ((0, 1), (2, 3)), 'bus'), ('pp', ((0, 2), (1, 3)), 'network')]
+
+    Args:
+        mesh: the mesh of the ranks.
+        stages: the names of the layers, by stage.
+        shards: what tp divides; see `Parts`.
+        hardware: a catalogued machine's name, or a `Hardware`.
+        holders: by stage, the place along pp that holds it; None: round robin.
+        notes: remarks for the reader.
+        zero, shares: see `Placement`.
+
+    Raises:
+        ValueError: the machine has fewer devices than there are ranks.
+    """
+    from mpkit.devices.catalogue import hardware as find
+    from mpkit.devices.catalogue.machines import check_enough
+
+    machine = None if hardware is None else find(hardware)
+    if machine is not None:
+        check_enough(machine, mesh.size, "placement")
+    held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
+    unwise = across_nodes(mesh.groups("tp"), machine) if machine is not None and mesh.tp > 1 else ""
+    told = (*notes, *filter(None, (unwise,)))
+    return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, told, zero, tuple(shares))
+
+
+def brief(names: Sequence[str]) -> str:
+    """Join names into one text, with names that have consecutive numbers put together.
+
+    >>> brief(["embed", "layers.0", "layers.1", "layers.2", "layers.5", "norm"])
+    'embed, layers.0 to 2, layers.5, norm'
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        stem = name.rstrip("0123456789")
+        number = name.removeprefix(stem)
+        if number and runs and runs[-1][-1] == f"{stem}{int(number) - 1}":
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    ends = [run[-1].removeprefix(run[0].rstrip("0123456789")) for run in runs]
+    return ", ".join(
+        run[0] if len(run) == 1 else f"{run[0]} to {end}" for run, end in zip(runs, ends, strict=True)
+    )
+
+
+# ---- of a plan, and of a run
 
 
 def placement(
@@ -39,7 +256,7 @@ def placement(
 
 
 def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
-    """Describe what each tp rank holds of a model's parameters, by the parameter's name."""
+    """Describe what each tp rank holds of a model's parameters, such as "rows 0-3", by the parameter's name."""
     from mpkit.strategies.comm.fake_group import FakeGroup
     from mpkit.strategies.tensor.known_plans import find_tensor_plan
     from mpkit.strategies.tensor.resolve import check
@@ -47,7 +264,7 @@ def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
 
     tensor = check(model, plan.tp, plan.tensor or find_tensor_plan(model))
     of = [shards_of(model, FakeGroup(plan.tp, index), tensor).found for index in range(plan.tp)]
-    return shard_words({name: [words_of[name] for words_of in of] for name in of[0]})
+    return {name: [_words(shards[name]) for shards in of] for name in of[0]}
 
 
 def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
@@ -113,19 +330,6 @@ def placement_of(
         zero=plan.zero,
         shares=shares,
     )
-
-
-def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
-    """Describe what each tp rank holds of the divided parameters.
-
-    >>> from mpkit.strategies.stage.shard import Shard
-    >>> shard_words({"up.weight": [Shard((8, 4), 0, (range(0, 4),)), Shard((8, 4), 0, (range(4, 8),))]})
-    {'up.weight': ['rows 0-3', 'rows 4-7']}
-
-    Args:
-        shards: by the parameter's name, one shard per tp rank.
-    """
-    return {name: [_words(shard) for shard in of] for name, of in shards.items()}
 
 
 def _words(shard: Shard) -> str:

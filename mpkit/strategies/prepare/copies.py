@@ -26,13 +26,11 @@ from mpkit.common.torch_private import (
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.partition.walk import HOOKS
-from mpkit.strategies.replicas.batchnorm import batch_norms, has_own_forward
 from mpkit.trace.record.fake_mode import FakeMode
 
 __all__ = [
     "DryRuns",
     "copy_model",
-    "freeze_unshared_norms",
     "has_content",
     "ready_to_travel",
     "without_graphs",
@@ -212,28 +210,6 @@ class DryRuns:
 
     def _narrow(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
-
-
-def freeze_unshared_norms(model: nn.Module, microbatches: int, replicas: int) -> nn.Module:
-    """Return the model, or a copy in which BatchNorms that cannot share statistics as planned take none of a batch.
-
-    `check_batchnorms` rejects them by name. A single sample, of which there are no statistics, must not stop a dry run
-    before.
-    """
-    norms = {
-        name: norm
-        for name, norm in batch_norms(model).items()
-        if microbatches > 1 or (replicas > 1 and has_own_forward(norm))
-    }
-    model = copy_model(model) if norms else model
-    for name, norm in norms.items():
-        frozen = model.get_submodule(name).eval()
-        if norm.running_mean is None:
-            frozen.running_mean, frozen.running_var = (
-                torch.zeros(norm.num_features),
-                torch.ones(norm.num_features),
-            )
-    return model
 
 
 def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:

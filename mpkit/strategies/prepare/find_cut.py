@@ -1,4 +1,12 @@
-"""`mpkit.find_cut`: the cost of each block, the balanced cut, and what each stage would be."""
+"""Where to cut a model into stages: by the measured time of its blocks on this machine, by FLOPs, or by memory.
+
+    blocks     found in the model as it is (`mpkit.strategies.prepare.partition`)
+    cost       of each block: measured or counted
+    balance    contiguous stages, the most expensive of which is as cheap as possible (`mpkit.models.balance`)
+    crossing   the tensors that then cross from stage to stage
+
+A Plan without `cut` balances FLOPs. This module looks more closely and reports what it found.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpkit.common.table import table_text
+from mpkit.common.tracebacks import public
 from mpkit.plan.balance import balance
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, one_of_each_shape, part, split
 from mpkit.strategies.job.feed import WholeBatches
+from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.partition.graph import Graph
@@ -30,13 +40,50 @@ from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.stage.stage import call
 
-__all__ = ["BY", "Cut", "StageFound", "find"]
+__all__ = ["Cut", "StageFound", "find_cut"]
 
 
-def find(
+@public
+def find_cut(
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    stages: int,
+    *,
+    loss: Callable[[Any, Any], Any],
+    by: str = "time",
+    microbatches: int = 1,
+) -> Cut:
+    """Find where a model is best cut into stages.
+
+    Args:
+        model: any module; it is left unchanged.
+        batch: (inputs, targets), as training takes them.
+        stages: the number of stages.
+        loss: loss(outputs, targets) -> scalar, or (total, count).
+        by: what is balanced: "time" (measured here, on the CPU), "flops", or "memory".
+        microbatches: the number of parts that the batch is split into; a block is measured on one of them.
+
+    >>> import torch
+    >>> from mpkit.models import UNet
+    >>> data = torch.zeros(2, 1, 16, 16), torch.zeros(2, 16, 16, dtype=torch.long)
+    >>> print(find_cut(UNet(1, 2), data, 3, loss=torch.nn.functional.cross_entropy, by="flops"))
+    balanced by flops (FLOPs of the forward); cut=...
+    stage  share  parameters  keeps    sends to              blocks
+    0      ...
+    1      ...
+    2      ...
+
+    Raises:
+        ValueError: the model cannot be cut into this many stages; the message says where and why.
+    """
+    if by not in BY:
+        raise ValueError(f"find_cut(by={by!r}): there are {', '.join(map(repr, BY))}, such as by='flops'")
+    return _find(model, batch, Plan(pp=stages, microbatches=microbatches), Quotient(loss), by)
+
+
+def _find(
     model: nn.Module, batch: tuple[Any, Any], plan: Plan, loss: Callable[[Any, Any], Any], by: str
 ) -> Cut:
-    """Find a balanced cut for a plan without cut points, as `mpkit.find_cut` does."""
     check_model(model)
     check_loss(loss)
     with quiet():

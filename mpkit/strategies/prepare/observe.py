@@ -72,7 +72,7 @@ def observe(
     loss = loss if dtype is None else of_wide_outputs(loss)
 
     def ready(copied: nn.Module) -> None:
-        if plan.dp > 1 and plan.batchnorm == "sync":  # a rank may have a single sample
+        if plan.dp * plan.microbatches > 1 and plan.batchnorm == "sync":  # a share may be a single sample
             over_whole_batch(copied, FakeGroup(1))
 
     runs, backwards = DryRuns(model, dtype, ready), Backwards(halves) if counts else None

@@ -17,6 +17,7 @@ from torch import nn
 
 from mpkit.common.exceptions import one_line, report
 from mpkit.plan.plan import Plan
+from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.hooks import with_backward_hooks
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
@@ -26,6 +27,7 @@ from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.prepare.divide import assign_weights, divide
 from mpkit.strategies.prepare.observe import Around, Backwards, kind_of_layer, of_wide_outputs, whole
 from mpkit.strategies.prepare.record import CannotCut, EnteredFromOutside, record, tell_if_entered
+from mpkit.strategies.replicas.batchnorm import over_whole_batch
 from mpkit.strategies.stage.stage import PRECISIONS, cast
 
 __all__ = ["partition_for_draws", "partition_model"]
@@ -146,8 +148,11 @@ class _Recordings:
         self._choice, self._what = choice, f"The graph of {type(model).__name__}'s blocks"
         self._runs = DryRuns(model, PRECISIONS.get(plan.precision), self._open)
         self._backwards = Backwards(plan.build().splits_backward)
+        self._shares_norms = plan.microbatches > 1 and plan.batchnorm == "sync"
 
     def _open(self, copied: nn.Module) -> None:
+        if self._shares_norms:  # is rejected later, by name
+            over_whole_batch(copied, FakeGroup(1))
         self._kinds = {name: kind_of_layer(copied.get_submodule(name)) for name in self._choice.blocks}
         for name, block in prepare_modules(copied, *self._choice).items():
             tell_if_entered(name, block)

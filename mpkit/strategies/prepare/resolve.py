@@ -32,7 +32,7 @@ from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
-from mpkit.strategies.prepare.copies import copy_model, freeze_unshared_norms
+from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
 from mpkit.strategies.runtime.local_model import attention_over, localize
@@ -63,8 +63,6 @@ def resolve(
         ValueError: model, data and plan do not fit together.
     """
     schedule = plan.build()
-    if plan.batchnorm == "sync":
-        model = freeze_unshared_norms(model, plan.microbatches, plan.dp)
     # ---- shapes
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
     if plan.data_parallel == "dp":  # rank 0 computes the loss of the whole, and evaluates by itself

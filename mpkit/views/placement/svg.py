@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
-from mpkit.strategies.placement.placed_ranks import STATES, Talk, brief, sharded_states
+from mpkit.strategies.placement.placement import STATES, Talk, brief, sharded_states
 from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import faint_lines, sheet
 from mpkit.views.placement.text import (
@@ -32,7 +32,7 @@ from mpkit.views.placement.text import (
 from mpkit.views.theme import MARGIN, THEMES, wrap_words
 
 if TYPE_CHECKING:
-    from mpkit.strategies.placement.placed_ranks import Placement
+    from mpkit.strategies.placement.placement import Placement
 
 __all__ = ["placement_svg"]
 

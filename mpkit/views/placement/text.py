@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.table import table_text
 from mpkit.plan.mesh_of_trace import long_axes, place_text
-from mpkit.strategies.placement.placed_ranks import STATES, Talk, brief, sharded_states
+from mpkit.strategies.placement.placement import STATES, Talk, brief, sharded_states
 
 if TYPE_CHECKING:
-    from mpkit.strategies.placement.placed_ranks import Placement
+    from mpkit.strategies.placement.placement import Placement
 
 __all__ = [
     "REPLICAS", "divided_heading", "divided_layers", "groups_words", "held_words", "link_words", "placement_text",

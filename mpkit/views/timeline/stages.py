@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.strategies.placement.placed_ranks import brief
+from mpkit.strategies.placement.placement import brief
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
