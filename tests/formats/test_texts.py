@@ -178,6 +178,9 @@ FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
          Plan(dp=4, zero=3, cp=2, cp_method="ulysses")),
         ("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {}\n", "accelerate",
          Plan(dp=4, zero=2, bucket_mb=SPEED)),
+        (f"{RUN}--pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 2 "
+         "--micro-batch-size 1 --global-batch-size 16\n", "megatron",
+         Plan(pp=4, dp=2, schedule="interleaved_1f1b", microbatches=8, virtual_stages=4, bucket_mb=AT_ONCE)),
         (f"{RUN}--recompute-activations\n", "megatron",
          Plan(dp=8, schedule="1f1b", recompute="selective", bucket_mb=AT_ONCE)),
         (f"{RUN}--use-torch-fsdp2\n", "megatron", Plan(dp=8, schedule="1f1b", zero=3)),
@@ -201,7 +204,7 @@ def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
         ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "accelerate",
          "deepspeed_config_file = 'ds.json': the plan is in that file"),
         (f"{RUN}--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2\n", "megatron",
-         "it is not read: --num-virtual-stages-per-pipeline-rank=2 says"),
+         "needs --num-layers, a multiple of pipeline ranks x 2 = 4"),
         (f"{RUN}--expert-tensor-parallel-size x\n", "megatron", "a whole number, 1 or more"),
     ],
 )  # fmt: skip

@@ -211,6 +211,7 @@ FSDP = FormatCode(_finish_fsdp, _check_fsdp, body=_fsdp_module)
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
 BUCKET = "--ddp-bucket-size"
+LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 SHARDED = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
 PAIRS = "--overlap-moe-expert-parallel-comm"
 LOOPED = INTERLEAVED_1F1B, OVERLAPPED_1F1B
@@ -254,6 +255,14 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
             f"--nproc-per-node={inner}"
         )
     fields["dp"] = dp = ranks // inner
+    if layers := values.get(LAYERS_PER_STAGE):
+        stages, rest = divmod(number_of(values.get("--num-layers", 1)), fields.get("pp", 1) * number_of(layers))
+        if rest:
+            raise ValueError(
+                f"megatron: {LAYERS_PER_STAGE}={layers} needs --num-layers, a multiple of pipeline ranks x {layers} = "
+                f"{fields.get('pp', 1) * number_of(layers)}; or --num-virtual-stages-per-pipeline-rank=2"
+            )
+        fields["virtual_stages"] = stages
     fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
     if PAIRS in values:
         if reason := _why_no_pairs(fields):
