@@ -256,7 +256,9 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
         )
     fields["dp"] = dp = ranks // inner
     if layers := values.get(LAYERS_PER_STAGE):
-        stages, rest = divmod(number_of(values.get("--num-layers", 1)), fields.get("pp", 1) * number_of(layers))
+        stages, rest = divmod(
+            number_of(values.get("--num-layers", 1)), fields.get("pp", 1) * number_of(layers)
+        )
         if rest:
             raise ValueError(
                 f"megatron: {LAYERS_PER_STAGE}={layers} needs --num-layers, a multiple of pipeline ranks x {layers} = "
