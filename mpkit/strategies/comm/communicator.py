@@ -181,14 +181,11 @@ class Communicator:
         # ---- stage
         sent = wire.prepare_send(tensor)
         result = partial(wire.finish_receive, sent, tensor)
+        result = partial(_divide_result, result, group.size) if op == "mean" else result
         # ---- number, issue
-        work = wire.issue(
-            group.next_collective(Kind.ALL_REDUCE, tensor, reduction=op),
-            tensor.nbytes,
-            partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True),
-            partial(_divide_result, result, group.size) if op == "mean" else result,
-            waits=not async_op,
-        )
+        number = group.next_collective(Kind.ALL_REDUCE, tensor, reduction=op)
+        start = partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True)
+        work = wire.issue(number, tensor.nbytes, start, result, waits=not async_op)
         # ---- wait
         return work if async_op else work.wait()
 
@@ -215,13 +212,12 @@ class Communicator:
         group, wire = check_member(group or self, "all_gather"), self.wire
         sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
         whole = output_tensor(wire, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
-        work = wire.issue(
+        number, start = (
             group.next_collective(Kind.ALL_GATHER, sent),
-            group.size * tensor.nbytes,
             partial(start_all_gather, group, whole, sent),
-            partial(wire.finish_receive, whole, out),
-            waits=not async_op,
         )
+        result = partial(wire.finish_receive, whole, out)
+        work = wire.issue(number, group.size * tensor.nbytes, start, result, waits=not async_op)
         return work if async_op else work.wait()
 
     @overload
@@ -248,13 +244,12 @@ class Communicator:
         part = part_shape(group, tensor, "reduce_scatter")
         sent = wire.prepare_send(tensor)
         mine = output_tensor(wire, out, part, sent, "reduce_scatter")
-        work = wire.issue(
-            group.next_collective(Kind.REDUCE_SCATTER, tensor),
-            tensor.nbytes,
+        number = group.next_collective(Kind.REDUCE_SCATTER, tensor)
+        start, result = (
             partial(start_reduce_scatter, group, mine, sent),
             partial(wire.finish_receive, mine, out),
-            waits=not async_op,
         )
+        work = wire.issue(number, tensor.nbytes, start, result, waits=not async_op)
         return work if async_op else work.wait()
 
     def all_to_all(
@@ -283,14 +278,9 @@ class Communicator:
         to, of = parts or (None, None)
         sent = wire.prepare_send(tensor)
         swapped = wire.make_buffer(sent.shape if of is None else (sum(of), *sent.shape[1:]), sent)
-        return wire.issue(
-            group.next_collective(Kind.ALL_TO_ALL, tensor, parts=parts),
-            tensor.nbytes,
-            partial(dist.all_to_all_single, swapped, sent, of, to, group.handle, async_op=True),
-            partial(wire.finish_receive, swapped),
-            waits=True,
-            rows=to or (),
-        ).wait()
+        number = group.next_collective(Kind.ALL_TO_ALL, tensor, parts=parts)
+        start = partial(dist.all_to_all_single, swapped, sent, of, to, group.handle, async_op=True)
+        return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, swapped), rows=to or ())
 
     def barrier(self, group: Communicator | None = None) -> None:
         """Wait until every rank of the group has reached this call."""
@@ -298,7 +288,7 @@ class Communicator:
         nothing = torch.empty(0)
         start = partial(dist.barrier, group.handle, async_op=True)
         number = group.next_collective(Kind.BARRIER, nothing)
-        self.wire.issue(number, 0, start, lambda: nothing, waits=True).wait()
+        self.wire.run(number, 0, start, lambda: nothing)
 
     # ---- collectives with a root: it sends to all ranks of the group, or receives from all ----------------
 
@@ -311,13 +301,9 @@ class Communicator:
         group, wire = check_member(group or self, "broadcast"), self.wire
         source = root_of(self, group, src, "broadcast")
         sent = wire.prepare_send(tensor)
-        return wire.issue(
-            group.next_collective(Kind.BROADCAST, tensor, source),
-            tensor.nbytes,
-            partial(dist.broadcast, sent, source, group.handle, async_op=True),
-            partial(wire.finish_receive, sent, tensor),
-            waits=True,
-        ).wait()
+        number = group.next_collective(Kind.BROADCAST, tensor, source)
+        start = partial(dist.broadcast, sent, source, group.handle, async_op=True)
+        return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, sent, tensor))
 
     def reduce(
         self, tensor: Tensor, dst: int = 0, group: Communicator | None = None, *, in_place: bool = False
@@ -334,13 +320,9 @@ class Communicator:
         if not in_place:
             sent = sent.clone()  # gloo leaves partial sums in every rank's tensor
         at_root = partial(wire.finish_receive, sent, tensor if in_place else None)
-        return wire.issue(
-            group.next_collective(Kind.REDUCE, tensor, target),
-            tensor.nbytes,
-            partial(dist.reduce, sent, target, group=group.handle, async_op=True),
-            at_root if self.rank == target else lambda: tensor,
-            waits=True,
-        ).wait()
+        number = group.next_collective(Kind.REDUCE, tensor, target)
+        start = partial(dist.reduce, sent, target, group=group.handle, async_op=True)
+        return wire.run(number, tensor.nbytes, start, at_root if self.rank == target else lambda: tensor)
 
     def gather(self, tensor: Tensor, dst: int = 0, group: Communicator | None = None) -> Tensor:
         """Return all ranks' tensors on rank `dst`, concatenated along the first dimension.
@@ -354,13 +336,9 @@ class Communicator:
         rows = group.size * sent.shape[0] if self.rank == target else 0
         whole = wire.make_buffer((rows, *sent.shape[1:]), sent)
         parts = list(whole.chunk(group.size)) if self.rank == target else None
-        return wire.issue(
-            group.next_collective(Kind.GATHER, sent, target),
-            group.size * tensor.nbytes,
-            partial(dist.gather, sent, parts, target, group.handle, async_op=True),
-            partial(wire.finish_receive, whole),
-            waits=True,
-        ).wait()
+        number = group.next_collective(Kind.GATHER, sent, target)
+        start = partial(dist.gather, sent, parts, target, group.handle, async_op=True)
+        return wire.run(number, group.size * tensor.nbytes, start, partial(wire.finish_receive, whole))
 
     def scatter(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
         """Scatter rank `src`'s tensor: each rank receives its own n-th part of the first dimension.
@@ -375,13 +353,9 @@ class Communicator:
         sent = wire.prepare_send(tensor) if self.rank == source else tensor
         mine = wire.make_buffer(part, sent)
         parts = list(sent.chunk(group.size)) if self.rank == source else None
-        return wire.issue(
-            group.next_collective(Kind.SCATTER, tensor, source),
-            tensor.nbytes,
-            partial(dist.scatter, mine, parts, source, group.handle, async_op=True),
-            partial(wire.finish_receive, mine),
-            waits=True,
-        ).wait()
+        number = group.next_collective(Kind.SCATTER, tensor, source)
+        start = partial(dist.scatter, mine, parts, source, group.handle, async_op=True)
+        return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, mine))
 
     # ---- messages ----------------------------------------------------------------------------------------
 

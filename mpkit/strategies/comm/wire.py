@@ -194,6 +194,13 @@ class Wire:
             raise
         return Work(record, op, handle, result, where, waiting, call)
 
+    def run(
+        self, numbered: CallNumber, nbytes: int, start: Callable[[], Any], result: Callable[[], Tensor],
+        rows: Sequence[int] = (),
+    ) -> Tensor:  # fmt: skip
+        """Record a communication, start it, and wait for it; arguments are those of `issue`."""
+        return self.issue(numbered, nbytes, start, result, waits=True, rows=rows).wait()
+
     def _hide_from_watch(self, kind: Kind) -> AbstractContextManager[Any]:
         """Keep `mpkit.launch.watch` from listening to a call that is recorded here: passing through it takes time."""
         unseen = self.gloo and kind in _ALLOCATE_NOTHING

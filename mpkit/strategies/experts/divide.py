@@ -106,8 +106,7 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
     """Check that a plan's ep divides the experts of each layer.
 
     Raises:
-        ValueError: there are no experts, a layer's number of them is not a multiple of ep, or layers that share weights
-            place them differently.
+        ValueError: there are no experts, or a layer's number of them is not a multiple of ep.
     """
     if plan.ep == 1:
         return
@@ -132,22 +131,6 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
                 "other ranks in another order. Dropout after the experts works, as "
                 "mk.models.MixtureOfExperts(dropout=0.1) has it; or ep=1"
             )
-    _check_shared(layers, plan.ep)
-
-
-def _check_shared(layers: Mapping[str, nn.Module], ep: int) -> None:
-    """Check that experts of several layers that share weights are in one order."""
-    first: dict[int, str] = {}
-    for name, module in layers.items():
-        experts = number_of_experts(module)
-        order = order_of_experts(module, experts)
-        for parameter in module.parameters():
-            other = first.setdefault(id(parameter), name)
-            if order_of_experts(layers[other], experts) != order:
-                raise ValueError(
-                    f"Plan(ep={ep}): {other} and {name} share weights, which can be in one order only: "
-                    f"mk.models.place_experts(model, {{{name!r}: {[*order_of_experts(layers[other], experts)]}}})"
-                )
 
 
 def divide_experts(

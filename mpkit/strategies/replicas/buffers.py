@@ -10,7 +10,8 @@ with statistics over the whole batch are equal anyway, and are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from mpkit.common.torch_private import _BatchNorm
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.experts import MixtureOfExperts
+from mpkit.strategies.stage.gradient_sync import GradientSync
 
-__all__ = ["StatefulBuffers", "broadcast_all", "broadcast_tensors", "unequal_buffers"]
+__all__ = ["BufferedSync", "StatefulBuffers", "broadcast_all", "broadcast_tensors", "unequal_buffers"]
 
 
 def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
@@ -53,6 +55,22 @@ class StatefulBuffers:
                 for buffer in buffers:
                     self._replicas.broadcast(buffer)
                 self._versions[i] = _versions(buffers)
+
+
+class BufferedSync(GradientSync):
+    """Gradients synchronized over replicas, whose buffers become the first one's where they change."""
+
+    _stateful: StatefulBuffers
+
+    def synchronize_buffers(self) -> None:
+        """Take the first replica's buffers where they changed."""
+        self._stateful.synchronize()
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Take the first replica's buffers, with which all replicas evaluate."""
+        self._stateful.synchronize()
+        yield
 
 
 def _versions(buffers: list[Tensor]) -> list[int]:

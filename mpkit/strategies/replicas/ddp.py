@@ -21,17 +21,17 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from mpkit.strategies.replicas.buffers import StatefulBuffers, broadcast_tensors
+from mpkit.strategies.replicas.buffers import BufferedSync, StatefulBuffers, broadcast_tensors
 from mpkit.strategies.replicas.flat import FlatLayout
 from mpkit.strategies.replicas.part import ReplicatedPart
 from mpkit.strategies.replicas.reducer import Reducer, SummedGradients
 from mpkit.strategies.replicas.units import fill_buckets
-from mpkit.strategies.stage.gradient_sync import GradientSync, Half
+from mpkit.strategies.stage.gradient_sync import Half
 
 __all__ = ["DDP"]
 
 
-class DDP(GradientSync):
+class DDP(BufferedSync):
     """Gradients summed over replicas, in buckets, while the backward pass runs."""
 
     reduction: str = "sum"
@@ -62,10 +62,6 @@ class DDP(GradientSync):
             allows_unused=held.allows_unused, allow_unused=held.allow_unused,
         )  # fmt: skip
 
-    def synchronize_buffers(self) -> None:
-        """Take the first replica's buffers where they changed."""
-        self._stateful.synchronize()
-
     def drop_gradients(self) -> None:
         """Drop all gradients; their memory stays."""
         super().drop_gradients()
@@ -76,12 +72,6 @@ class DDP(GradientSync):
         """Reduce the gradients in a stage's last backward, and in no other."""
         with self._reducer.backward(last, half):
             yield
-
-    @contextmanager
-    def evaluation_mode(self) -> Iterator[None]:
-        """Take the first replica's buffers, with which all replicas evaluate."""
-        self._stateful.synchronize()
-        yield
 
     def finish(self) -> None:
         """Reduce the remaining buckets and wait for all sums; what no rank used has no gradient, as serially."""

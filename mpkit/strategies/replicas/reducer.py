@@ -237,9 +237,6 @@ class ShardedGradients(Gradients):
         if self._work is not None:
             super().complete()
             if self._more is not None:
-                if self._is_replicated and self._replicate_group is not None:  # by a loop of the user's own
-                    self.finish_replicate()
-                    self._replicate_group.all_reduce(self._more)
                 self.flat.shard.add_(self._more)
                 self._more = None
             self._has_sum = True

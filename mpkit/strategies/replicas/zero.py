@@ -39,19 +39,19 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.wire import PendingWork
-from mpkit.strategies.replicas.buffers import StatefulBuffers
+from mpkit.strategies.replicas.buffers import BufferedSync, StatefulBuffers
 from mpkit.strategies.replicas.flat import Flat, FlatLayout, ShardedFlat
 from mpkit.strategies.replicas.gather import GatherHooks
 from mpkit.strategies.replicas.part import Holders, ReplicatedPart
 from mpkit.strategies.replicas.reducer import AccumulatedGradients, Gradients, Reducer, ShardedGradients
 from mpkit.strategies.replicas.units import Unit, sites_of, units_of
-from mpkit.strategies.stage.gradient_sync import GradientSync, Half, Piece, named_parameters
+from mpkit.strategies.stage.gradient_sync import Half, Piece, named_parameters
 from mpkit.trace import Kind
 
 __all__ = ["OffloadedZero3", "Zero", "Zero1", "Zero2", "Zero3", "zero_sync"]
 
 
-class Zero(GradientSync):
+class Zero(BufferedSync):
     """This rank's shards, and what its stage of ZeRO leaves whole.
 
     Attributes:
@@ -71,11 +71,13 @@ class Zero(GradientSync):
         )
         self._replicas, self._record = held.replicas, held.context.record
         self._first_of_replicas = held.first_of_replicas
-        module = held.module
         # ---- flatten: parameters, as the first replica has them
         self._params = [self._flatten(unit, held) for unit in units]
-        self._broadcast_rest(held)
-        self._stateful = StatefulBuffers(held.replicas, held.plan, module)
+        sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
+        for replicas, tensors in held.by_replicas():
+            for tensor in (tensor for tensor in tensors if tensor not in sharded):
+                replicas.broadcast(tensor.detach())
+        self._stateful = StatefulBuffers(held.replicas, held.plan, held.module)
         # ---- flatten: their gradients
         self._grads = [
             self._gradients_of(unit, flat.layout, held.holders_of(unit.parameters[0]))
@@ -108,14 +110,6 @@ class Zero(GradientSync):
         flat.free()
         return flat
 
-    def _broadcast_rest(self, held: ReplicatedPart) -> None:
-        """Broadcast the first replica's buffers, and parameters that are not sharded."""
-        sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
-        for replicas, tensors in held.by_replicas():
-            for tensor in tensors:
-                if tensor not in sharded:
-                    replicas.broadcast(tensor.detach())
-
     def _gradients_of(self, unit: Unit, layout: FlatLayout, holders: Holders) -> Gradients:
         """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
         keep = AccumulatedGradients if unit.stage is None else self.flat_grads
@@ -146,21 +140,11 @@ class Zero(GradientSync):
 
     # ---- a step: what the stages share
 
-    def synchronize_buffers(self) -> None:
-        """Take the first replica's buffers where they changed."""
-        self._stateful.synchronize()
-
     def drop_gradients(self) -> None:
         """Drop all gradients."""
         for piece, _ in self._gradient_of:
             piece.held.grad = None
         self._reducer.begin_step()
-
-    @contextmanager
-    def evaluation_mode(self) -> Iterator[None]:
-        """Take the first replica's buffers, with which all replicas evaluate."""
-        self._stateful.synchronize()
-        yield
 
     def finish(self) -> None:
         """Wait for the gradients of this rank's pieces; those of parameters that no rank used are None."""
