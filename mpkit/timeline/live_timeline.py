@@ -8,6 +8,7 @@ So a live picture uses the same clock, and each update costs as much as its new 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,7 @@ class LiveFeed:
         self._replay = Replay(ranks, meta=meta)
         self._names: list[list[str]] = [[] for _ in range(ranks)]
         self._name_ends = [0] * ranks  # bytes of each names file that were read
-        self._memory_read = [0] * ranks  # records of each memory file that were read
-        self._parts_read = [0] * ranks  # records of each file of parts of all-to-alls that were read
-        self._samples_read = [0] * ranks  # records of each file of samples that were read
+        self._taken: Counter[str] = Counter()  # records of each file that were read
         self._sampled = "sampled_gpus" in meta
 
     @property
@@ -51,28 +50,22 @@ class LiveFeed:
             first = self._replay.wants(rank)
             # Read ops before names: an op's names are written before the op.
             ops = _records(self._folder / f"rank{rank}.ops", OP, first)
-            memory = _records(self._folder / f"rank{rank}.mem", MEMORY, self._memory_read[rank])
-            parts = _records(self._folder / f"rank{rank}.sent", SENT_PART, self._parts_read[rank])
+            memory, parts = self._new(f"rank{rank}.mem", MEMORY), self._new(f"rank{rank}.sent", SENT_PART)
+            samples = self._new(f"rank{rank}.gpu", SAMPLE) if self._sampled else None
             self._read_names(rank)
-            self._parts_read[rank] += len(parts)
-            self._memory_read[rank] += len(memory)
-            self._replay.feed(
-                rank, ops, self._names[rank], memory, first=first, samples=self._new_samples(rank),
-                sent_parts=parts,
-            )  # fmt: skip
+            names = self._names[rank]
+            self._replay.feed(rank, ops, names, memory, first=first, samples=samples, sent_parts=parts)
         return self._replay.advance()
 
     def timeline(self) -> Timeline:
         """Return the timeline of everything so far."""
         return Timeline.from_replay(self._replay.collect())
 
-    def _new_samples(self, rank: int) -> npt.NDArray[Any] | None:
-        """Return the samples of a rank's GPU since the last call; None where no GPU is sampled."""
-        if not self._sampled:
-            return None
-        samples = _records(self._folder / f"rank{rank}.gpu", SAMPLE, self._samples_read[rank])
-        self._samples_read[rank] += len(samples)
-        return samples
+    def _new(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return the records of a file since the last call."""
+        records = _records(self._folder / name, dtype, self._taken[name])
+        self._taken[name] += len(records)
+        return records
 
     def _read_names(self, rank: int) -> None:
         path = self._folder / f"rank{rank}.names"

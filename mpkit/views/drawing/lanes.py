@@ -23,9 +23,6 @@ __all__ = [
 FOLDED = 16
 """With more ranks than this, groups are folded at first."""
 
-MANY, GROUPS = 64, 32
-"""More ranks than `MANY` on a mesh of one axis are divided into that many groups of neighbours at most."""
-
 
 @dataclass(frozen=True)
 class LaneGroup:
@@ -62,32 +59,16 @@ class LaneGroup:
 
 
 def groups_of(timeline: Timeline) -> list[LaneGroup]:
-    """Return the groups of a timeline's ranks; on a mesh of one axis, or without a mesh, only of many ranks."""
+    """Return the groups of a timeline's ranks; none on a mesh of one axis, or without a mesh."""
     mesh = timeline.mesh
     long = [axis for axis in AXES if mesh.degree(axis) > 1] if mesh else []
     if mesh is None or len(long) < 2:
-        return _neighbours(timeline.world_size, long[0] if long else "")
+        return []
     shared = [axis for axis in long[:-1] if axis in ("pp", "dp")] or long[:1]
     inner = [axis for axis in long if axis not in shared]
     names = [dict(zip(long, place_text(mesh, rank).split(), strict=True)) for rank in range(mesh.size)]
     return [
         LaneGroup(" ".join(names[ranks[0]][axis] for axis in shared), ranks) for ranks in mesh.groups(*inner)
-    ]
-
-
-def _neighbours(ranks: int, axis: str) -> list[LaneGroup]:
-    """Return groups of ranks that are next to each other on an axis; none of few ranks.
-
-    >>> [group.heading for group in _neighbours(128, "pp")[:2]], _neighbours(64, "pp")
-    (['pp 0 to 3 · ranks 0 to 3', 'pp 4 to 7 · ranks 4 to 7'], [])
-    """
-    if ranks <= MANY:
-        return []
-    size = -(-ranks // GROUPS)
-    parts = [tuple(range(first, min(first + size, ranks))) for first in range(0, ranks, size)]
-    return [
-        LaneGroup(f"{axis} {part[0]} to {part[-1]}" if axis else f"part {number}", part)
-        for number, part in enumerate(parts)
     ]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.strategies.placement.placement import STATES, Talk, brief, sharded_states
+from mpkit.views.chart.frame import words_at
 from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import faint_lines, sheet
 from mpkit.views.placement.text import (
@@ -124,8 +125,8 @@ def _stages(placement: Placement, boxes: list[RankBox]) -> Iterator[str]:
         held = brief(placement.layers_of(ranks[0]))
         lines = wrap(held, letters) or [""]
         more = lines[0] + (" …" if len(lines) > 1 else "")
-        yield _words(left, 56, name, "words", ' font-weight="600"')
-        yield f"<g><title>{escape(held)}</title>{_words(left, 72, more, 'faint')}</g>" if held else ""
+        yield words_at(left, 56, name, "words", ' font-weight="600"')
+        yield f"<g><title>{escape(held)}</title>{words_at(left, 72, more, 'faint')}</g>" if held else ""
 
 
 def _nodes(placement: Placement, boxes: list[RankBox]) -> tuple[list[str], list[str]]:
@@ -145,7 +146,7 @@ def _nodes(placement: Placement, boxes: list[RankBox]) -> tuple[list[str], list[
                 f'<rect class="node" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
                 f'height="{bottom - top:.1f}" rx="10"/>'
             )
-            named.append(_words(left + 10, bottom - 7, f"node {number}", "tag", ' font-size="11"'))
+            named.append(words_at(left + 10, bottom - 7, f"node {number}", "tag", ' font-size="11"'))
     return drawn, named
 
 
@@ -224,10 +225,10 @@ def _legend(placement: Placement, y: float, width: float) -> tuple[list[str], fl
             f"<line {_look(ink_of(talk.axis), talk.crosses)} "
             f'x1="{MARGIN + 10:g}" x2="{MARGIN + 42:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
         )
-        parts.append(_words(MARGIN + 52, y, talk.axis, "words", ' font-weight="600"'))
+        parts.append(words_at(MARGIN + 52, y, talk.axis, "words", ' font-weight="600"'))
         x = MARGIN + 82
         for line in wrap_words(groups_words(talk, 6) + link_words(talk), width - MARGIN - x):
-            parts.append(_words(x, y, line, "words"))
+            parts.append(words_at(x, y, line, "words"))
             y += 20
     return parts, y + 6
 
@@ -236,16 +237,16 @@ def _zero(placement: Placement, y: float, width: float) -> tuple[list[str], floa
     """Draw a bar per replica and state, filled where the replica holds it, and a table of parameters."""
     n, left, parted = placement.shard_count, MARGIN + 10, sharded_states(placement.zero)
     bar = min(BAR, (width - left - 64 - MARGIN) / len(STATES) - 24)
-    parts = [_words(left, y + 14, f"what ZeRO-{placement.zero} shards", "words", ' font-weight="600"')]
+    parts = [words_at(left, y + 14, f"what ZeRO-{placement.zero} shards", "words", ' font-weight="600"')]
     y += 34
     starts = [left + 64 + i * (bar + 24) for i in range(len(STATES))]
     for state, x in zip(STATES, starts, strict=True):
         how = f", 1/{n} each" if parted[state] else ", whole"
         word = wrap_words(state + how, bar + 24)[0].rstrip(",")  # the bars below say how
-        parts.append(_words(x, y, word, "faint"))
+        parts.append(words_at(x, y, word, "faint"))
     for replica, name in enumerate(replica_names(placement)):
         y += BAR_TALL + 6
-        parts.append(_words(left, y, name, "words"))
+        parts.append(words_at(left, y, name, "words"))
         for state, x in zip(STATES, starts, strict=True):
             first, wide = (x + bar * (replica % n) / n, bar / n) if parted[state] else (x, bar)
             told = f"{name}: {f'1/{n} of the ' if parted[state] else 'all '}{state}"
@@ -256,7 +257,7 @@ def _zero(placement: Placement, y: float, width: float) -> tuple[list[str], floa
             )
     if placement.replicas > REPLICAS:
         y += 18
-        parts.append(_words(left, y, f"and {placement.replicas - REPLICAS} more", "faint"))
+        parts.append(words_at(left, y, f"and {placement.replicas - REPLICAS} more", "faint"))
     rows = share_rows(placement)
     if len(rows) > 1:
         table, y = _grid(rows, y + 30, width, len(placement.shares) + 1 - len(rows))
@@ -283,21 +284,17 @@ def _grid(rows: list[list[str]], y: float, width: float, left_out: int) -> tuple
     parts = list[str]()
     for first in range(1, columns + 1, fit):
         for number, row in enumerate(rows if first == 1 else [row for row in rows if len(row) > first]):
-            parts.append(_words(left, y, row[0], "words", "" if number else ' font-weight="600"'))
+            parts.append(words_at(left, y, row[0], "words", "" if number else ' font-weight="600"'))
             shown = row[first : first + fit]
-            parts += [_words(left + name + column * i, y, word, "faint") for i, word in enumerate(shown)]
+            parts += [words_at(left + name + column * i, y, word, "faint") for i, word in enumerate(shown)]
             y += 18
         y += 8
     if left_out > 0:
-        parts.append(_words(left, y - 8, f"and {left_out} more", "faint"))
+        parts.append(words_at(left, y - 8, f"and {left_out} more", "faint"))
         y += 18
     return parts, y - 26
 
 
-def _words(x: float, y: float, words: str, look: str, more: str = "") -> str:
-    return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
-
-
 def _middle(box: RankBox, down: float, words: str, look: str, weight: int) -> str:
     more = f' text-anchor="middle" font-size="{12 if weight > 400 else 10.5:g}" font-weight="{weight}"'
-    return _words(box.middle, box.y + down, words, look, more)
+    return words_at(box.middle, box.y + down, words, look, more)

@@ -63,7 +63,7 @@ def _panel(name: str, lines: dict[str, dict[int, float]], steps: int | None) -> 
         )
         for i, (each, values) in enumerate(sorted(lines.items(), key=lambda line: len(line[1]) == 0))
     ]
-    latest = [f"{each.removeprefix(f'{name}, ')} {_short(v[max(v)])}" for each, v in lines.items() if v]
+    latest = [f"{each.removeprefix(f'{name}, ')} {NUMBER.words(v[max(v)])}" for each, v in lines.items() if v]
     note = latest[0].removeprefix(name).strip() if len(latest) == 1 else ", ".join(latest[:LINES])
     note += f" and {len(latest) - LINES} more" if len(latest) > LINES else ""
     last = None if steps is None or steps < 2 else steps - 1
@@ -76,7 +76,3 @@ def _panel(name: str, lines: dict[str, dict[int, float]], steps: int | None) -> 
         x=Axis("step", COUNT, None, last),
         y=Axis(unit=NUMBER),
     )
-
-
-def _short(value: float) -> str:
-    return NUMBER.words(value)

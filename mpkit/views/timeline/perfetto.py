@@ -1,9 +1,8 @@
 """A timeline as a trace in Chrome's JSON format, which ui.perfetto.dev and chrome://tracing open.
 
     a process per rank, a thread per lane    thread 0: the steps; layers lie within their actions
-    a counter per rank                       memory by category, stacked; and what NVML says of its GPU
+    a counter per rank                       memory by category, stacked
     an arrow per message                     from the send to the receive that it feeds
-    arrows of a collective                   from the rank that came last to those that had waited for it
 
 Source: "Trace Event Format" (Google, 2016): X complete events, C counters, s and f flows, M metadata.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import count, product
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.drawing.lanes import clock_words, rank_label
 from mpkit.views.memory.series import memory_of
 from mpkit.views.timeline.stages import layer_words, layers_of_span
-from mpkit.views.timeline.tracks import TRACKS, curve
 
 __all__ = ["perfetto"]
 
@@ -112,69 +110,35 @@ def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Ite
             arguments["layers"] = computed
         shown = name if name and span["lane"] != Lane.COMM else f"{kind} {name or number}".rstrip()
         times = {"ts": (span["start"] - origin) * 1e6, "dur": (span["end"] - span["start"]) * 1e6}
-        yield {
-            "ph": "X",
-            "pid": span["rank"],
-            "tid": thread,
-            **times,
-            "name": shown,
-            "cat": kind,
-            "args": arguments,
-        }
+        place = {"ph": "X", "pid": span["rank"], "tid": thread, **times}
+        yield {**place, "name": shown, "cat": kind, "args": arguments}
 
 
 def _flows(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
-    """Yield arrows from each send to its receive, and from the rank that issued a collective last to each other one.
-
-    What belongs together are the n-th of a group, and of a kind of collective, on each rank.
-    """
-    spans = timeline.spans
-    chosen = np.flatnonzero((spans["lane"] == Lane.COMM) & (spans["group"] > 0))
-    counted: dict[tuple[int, int, int], int] = {}
-    calls: dict[tuple[int, int, int], list[int]] = {}
-    for at in chosen[np.argsort(spans["issued"][chosen], kind="stable")].tolist():
-        group, kind, rank = (int(spans[name][at]) for name in ("group", "kind", "rank"))
-        number = counted[group, kind, rank] = counted.get((group, kind, rank), -1) + 1
-        calls.setdefault((group, Kind.SEND if kind == Kind.RECV else kind, number), []).append(at)
-
-    ids = count(1)
-
-    def arrow(words: tuple[str, str], send: int, receive: int, share: float) -> Iterator[Event]:
-        number = next(ids)
-        for phase, at, part in (
-            ("s", send, 0.0),
-            ("f", receive, share),
-        ):  # within a slice, to be attached to it
-            start, end = float(spans["start"][at]), float(spans["end"][at])
-            place = {"pid": int(spans["rank"][at]), "tid": int(threads[at])}
-            time = (start + part * (end - start) - origin) * 1e6
-            bound = {"bp": "e"} if phase == "f" else {}
-            yield {"ph": phase, "id": number, **place, "ts": time, "name": words[0], "cat": words[1], **bound}
-
-    for (_, kind, _), members in calls.items():
-        if kind == Kind.SEND:
-            sends, asks = (
-                [at for at in members if spans["kind"][at] == each] for each in (Kind.SEND, Kind.RECV)
-            )
-            for send, receive in zip(sends, asks, strict=False):
-                yield from arrow(("message", "message"), send, receive, 0.5)
-            continue
-        for other in members[:-1]:
-            yield from arrow(("came last", "collective"), members[-1], other, 1.0)
+    """Yield an arrow from each send to its receive: the n-th of its group on either rank."""
+    spans, ids = timeline.spans, count(1)
+    by_group: dict[int, tuple[list[int], list[int]]] = {}
+    issued = np.argsort(spans["issued"], kind="stable")
+    for at in issued[np.isin(spans["kind"][issued], (Kind.SEND, Kind.RECV))].tolist():
+        if group := int(spans["group"][at]):
+            by_group.setdefault(group, ([], []))[int(spans["kind"][at] == Kind.RECV)].append(at)
+    for sends, receives in by_group.values():
+        for send, receive in zip(sends, receives, strict=False):
+            number = next(ids)
+            for phase, at, part in (
+                ("s", send, 0.0),
+                ("f", receive, 0.5),
+            ):  # within a slice, to be attached to it
+                start, end = float(spans["start"][at]), float(spans["end"][at])
+                time = (start + part * (end - start) - origin) * 1e6
+                place = {"pid": int(spans["rank"][at]), "tid": int(threads[at]), "ts": time}
+                bound = {"bp": "e"} if phase == "f" else {}
+                yield {"ph": phase, "id": number, **place, "name": "message", "cat": "message", **bound}
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
-    def counter(rank: int, time: float, name: str, values: dict[str, Any]) -> Event:
-        return {"ph": "C", "pid": rank, "ts": time * 1e6, "name": name, "args": values}
-
     for rank in range(timeline.world_size) if len(timeline.held) else []:
         memory = memory_of(timeline, rank, points=5000)
         for time, levels in zip(memory.times.tolist(), memory.levels.tolist(), strict=True):
-            yield counter(rank, time, "memory (bytes)", dict(zip(CATEGORIES, levels, strict=True)))
-    origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
-    for rank, track in product(range(timeline.world_size), TRACKS) if len(timeline.device_samples) else []:
-        for time, values in zip(
-            *(each.tolist() for each in curve(timeline, rank, track, points=5000)), strict=True
-        ):
-            told = dict(zip(track.columns.values(), values, strict=True))
-            yield counter(rank, time - origin, f"{track.name} ({track.unit})", told)
+            held = dict(zip(CATEGORIES, levels, strict=True))
+            yield {"ph": "C", "pid": rank, "ts": time * 1e6, "name": "memory (bytes)", "args": held}

@@ -9,7 +9,6 @@ All that is shown is state: a page that is loaded again, or late, has it at once
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -46,9 +45,6 @@ __all__ = ["TimelineView", "show_path"]
 
 PAUSE = 0.08
 """The least seconds between two updates: more would exceed the server's limit of messages."""
-
-WATCHABLE = 1.0
-"""Seconds: the figures of a step that takes longer are updated while it goes on; faster ones would only flicker."""
 
 STEPS, SPANS, MOST = 4, 2_000, 50_000
 """Of a run that goes on, so many of its newest steps are in view, and more as long as these are not so many spans; and
@@ -142,7 +138,6 @@ class TimelineView(anywidget.AnyWidget):
             np.inf,
         )  # the number of the first span that is kept, and the run's begin
         self._fresh, self._pace = False, Pace(PAUSE)
-        self._newest: tuple[int | None, float] = (None, 0.0)  # the newest step, and since when
         self.observe(self._find_path, "path_shown")
         if timeline is not None:
             self.replace(timeline)
@@ -189,17 +184,12 @@ class TimelineView(anywidget.AnyWidget):
             self._count()
 
     def _count(self) -> None:
-        """Update the figures: of the step in progress if it is slow enough to watch, else of the last complete one."""
-        n, now = max(len(self.labels), 1), time.monotonic()
-        kept = Timeline(self._kept, list(self._names), np.zeros(0, HELD), n, "virtual")
-        newest, complete = int(self._kept["step"].max()), kept.steps
-        if newest != self._newest[0]:
-            self._newest = (newest, now)
-        so_far = not complete or (complete[-1] != newest and now - self._newest[1] > WATCHABLE)
-        shown = newest if so_far else complete[-1]
+        """Update the figures: of the last complete step, or of the first one as far as it has come."""
+        kept = Timeline(self._kept, list(self._names), np.zeros(0, HELD), max(len(self.labels), 1), "virtual")
+        shown = kept.steps[-1] if kept.steps else int(self._kept["step"].max())
         of_step = self._kept[self._kept["step"] == shown]
         step = replace(kept, spans=of_step)
-        self.of = f"step {shown}{' so far' * so_far}" if shown >= 0 else "so far"
+        self.of = f"step {shown}{' so far' * (not kept.steps)}" if shown >= 0 else "so far"
         self.bubble = step.bubble if len(metrics.work(of_step)) else None
         self.step_time = step.step_time
         shares = [percent(1 - share) for share in step.utilisation]
@@ -267,12 +257,9 @@ class TimelineView(anywidget.AnyWidget):
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         with self._lock:
-            fallback = (
-                static_bundle(self._timeline, self.title, memory=self._memory)
-                if self._timeline is not None
-                else {}
-            )
-        return {**(data or {}), **fallback}, metadata
+            timeline = self._timeline
+            still = {} if timeline is None else static_bundle(timeline, self.title, memory=self._memory)
+        return {**(data or {}), **still}, metadata
 
 
 def show_path(path: CriticalPath) -> TimelineView:
