@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChartedResult",
     "DrawnResult",
+    "WidgetResult",
     "data_frame",
     "draw",
     "image",
@@ -117,6 +118,25 @@ class ChartedResult(DrawnResult):
         with suppress(ImportError):
             bundle |= self.figure()._repr_mimebundle_(include, exclude)
         return {**bundle, "text/plain": str(self)}
+
+
+class WidgetResult(DrawnResult):
+    """A result that shows itself in a notebook as a widget; as a picture where there is none, and on saved pages."""
+
+    def show(self) -> Any:
+        """Return the widget, for a notebook.
+
+        Raises:
+            ImportError: its packages are not installed.
+        """
+        return draw(self, "widget")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):
+            shown = self.show()._repr_mimebundle_()
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return bundle | super()._repr_mimebundle_(include, exclude)
 
 
 NARROW, WIDE, WIDER = 420, 960, 1400

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from mpkit.common.display import DrawnResult, draw
+from mpkit.common.display import WidgetResult
 from mpkit.plan.plan import Plan
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.timeline.comparison import Comparison, compare_timelines
@@ -55,7 +53,7 @@ class PredictedStep:
 
 
 @dataclass(frozen=True)
-class WhatIf(DrawnResult, Answer):
+class WhatIf(WidgetResult, Answer):
     """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
 
     Attributes:
@@ -116,14 +114,3 @@ class WhatIf(DrawnResult, Answer):
     def gap(self) -> Mapping[str, float]:
         """Return the parts of the difference in seconds, by op and by cause of idle time (`Comparison.gap`)."""
         return self.comparison.gap()
-
-    def show(self) -> Any:
-        """Show both timelines in a notebook, one below the other on one time axis, and the table."""
-        return draw(self, "widget")
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {}
-        with suppress(ImportError):  # without plotly, the SVG picture is shown
-            shown = self.show()._repr_mimebundle_()
-            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
-        return bundle | super()._repr_mimebundle_(include, exclude)

@@ -8,14 +8,13 @@ by op and cause by cause, whether it is between a prediction and a measurement, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.common.display import ChartedResult, data_frame, draw
+from mpkit.common.display import ChartedResult, WidgetResult, data_frame
 from mpkit.common.safe_text import visible
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
@@ -60,7 +59,7 @@ class ComparedStep:
 
 
 @dataclass(frozen=True)
-class Comparison(ChartedResult):
+class Comparison(WidgetResult, ChartedResult):
     """Several timelines compared: prints as a table, and shows itself as pictures on one axis in a notebook.
 
     The chart (`figure`) shows where the time goes: one stacked bar per timeline, of work and of idle time by cause.
@@ -117,17 +116,6 @@ class Comparison(ChartedResult):
                 for row in self.rows
             ]
         )
-
-    def show(self) -> Any:
-        """Show the interactive timelines in a notebook, one below the other on one time axis."""
-        return draw(self, "widget")
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {}
-        with suppress(ImportError):  # without plotly, the SVG picture is shown
-            shown = self.show()._repr_mimebundle_()
-            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
-        return bundle | super()._repr_mimebundle_(include, exclude)
 
 
 @public

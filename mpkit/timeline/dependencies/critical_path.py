@@ -8,7 +8,6 @@ Waiting is charged to the rank that came last (`StepWaiting`), until it came; af
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import DrawnResult, data_frame, draw
+from mpkit.common.display import WidgetResult, data_frame
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.replay.spans import ReplayResult
@@ -106,7 +105,7 @@ class PathOp:
 
 
 @dataclass(frozen=True)
-class CriticalPath(DrawnResult):
+class CriticalPath(WidgetResult):
     """The operations that decide a step. It prints as a table, and is drawn over the timeline in a notebook.
 
     Attributes:
@@ -119,7 +118,7 @@ class CriticalPath(DrawnResult):
     >>> path = mk.simulate(mk.Plan.gpipe(2, 2), forward=[1, 3]).critical_path()
     >>> [(op.rank, op.kind, op.seconds) for op in path.ops][:3]
     [(0, 'forward', 1.0), (1, 'forward', 3.0), (1, 'forward', 3.0)]
-    >>> path.step_time, path.if_free(kind="forward"), path.slack_of(rank=0, kind="forward").tolist()
+    >>> path.step_time, path.if_free(kind="forward"), sorted(set(path.slack[path.slack >= 0].tolist()))
     (13.0, 7.0, [0.0, 2.0])
     """
 
@@ -167,14 +166,6 @@ class CriticalPath(DrawnResult):
             slack[row] = self.graph.slack[nodes].min()
         return slack
 
-    def slack_of(self, *, rank: int | None = None, kind: str | None = None) -> Array:
-        """Return the slack in seconds of a rank's operations, or of those of one kind, by rank, then by start.
-
-        Raises:
-            ValueError: there are no such operations.
-        """
-        return np.asarray(self.slack[self._rows(rank, kind)])
-
     def if_free(
         self, *, rank: int | None = None, kind: str | None = None, rows: Array | None = None
     ) -> float:
@@ -217,21 +208,6 @@ class CriticalPath(DrawnResult):
         """
         columns = ["rank", "kind", "stage", "microbatch", "name", "start", "end"]
         return data_frame(([getattr(op, name) for name in columns] for op in self.ops), columns)
-
-    def show(self) -> Any:
-        """Return the interactive timeline of the step with the path over it, for a notebook.
-
-        Raises:
-            ImportError: anywidget is not installed.
-        """
-        return draw(self, "widget")
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {}
-        with suppress(ImportError):  # then the picture has to do
-            shown = self.show()._repr_mimebundle_()
-            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
-        return bundle | super()._repr_mimebundle_(include, exclude)
 
 
 def critical_path(timeline: ReplayResult, step: int) -> CriticalPath:

@@ -16,7 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
-from mpkit.timeline.dependencies.critical_path import CriticalPath, StepWaiting
+from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.dependencies.graph import StepGraph
 from mpkit.timeline.findings import Finding
 from mpkit.timeline.timeline import Timeline
@@ -53,31 +53,19 @@ class Evidence:
         whole: the timeline.
         path: the critical path of the step.
         given: the machine that was named for the diagnosis; None: that of the timeline.
+        graph, spans: the step as a graph, and its spans.
+        step: its number.
+        waits: who waits for whom.
     """
 
     whole: Timeline
     path: CriticalPath
     given: Hardware | None = None
 
-    @property
-    def graph(self) -> StepGraph:
-        """The step as a graph."""
-        return self.path.graph
-
-    @property
-    def spans(self) -> Array:
-        """The spans of the step."""
-        return self.path.timeline.spans
-
-    @property
-    def step(self) -> int:
-        """Its number."""
-        return self.path.step
-
-    @property
-    def waits(self) -> StepWaiting:
-        """Who waits for whom."""
-        return self.path.waiting
+    def __post_init__(self) -> None:
+        self.graph: StepGraph = self.path.graph
+        self.spans: Array = self.path.timeline.spans
+        self.step, self.waits = self.path.step, self.path.waiting
 
     @cached_property
     def one(self) -> Timeline:

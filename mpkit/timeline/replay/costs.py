@@ -104,21 +104,12 @@ def _machine_of_imported(
 
         return cost
 
-    sums: Counter[str] = Counter()
-    for kinds in bounds:
-        for each in kinds.values():
-            sums.update(each)
-    shares = (
-        "all of them took 0 s"
-        if not sums.total()
-        else ", ".join(
-            f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}"
-            for bound, ns in sums.most_common()
-            if ns
-        )
-    )
+    names = dict.fromkeys(chosen.device_of(rank).name for rank in range(world_size))
+    sums = sum((Counter(each) for kinds in bounds for each in kinds.values()), Counter[str]())
+    listed = (f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common())
+    shares = ", ".join(listed) or "all of them took 0 s"
     notes = [
-        f"Each kernel is scaled from {own.name} to {_names(chosen, world_size)} by what bounds it: products by the "
+        f"Each kernel is scaled from {own.name} to {', '.join(names)} by what bounds it: products by the "
         f"rates in their dtype, other kernels by the memories' bandwidth ({shares}). Starting a kernel takes "
         "as long as it took."
     ]
@@ -145,10 +136,6 @@ def _scales(kinds: Mapping[str, Mapping[str, int]], own: Device, other: Device) 
     return scale
 
 
-def _names(chosen: Hardware, world_size: int) -> str:
-    return ", ".join(dict.fromkeys(chosen.device_of(rank).name for rank in range(world_size)))
-
-
 def _machine_of_fake(
     wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int
 ) -> tuple[Hardware, CostOf, list[str]]:
@@ -163,35 +150,31 @@ def _machine_of_fake(
         )
     chosen = find(own if wanted is None else wanted)
     dtype = str(meta.get("dtype", "float32"))
-    played = f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all"
-    if chosen.device.name == meta["fake"]["device"] and not chosen.mixed:
-        how = f"operator by operator on {_devices(chosen, dtype, world_size)}"
-        return (chosen, lambda rank: _on_cpu, [f"{played}; {how}; {_in_words(chosen.link)}."])
+    is_own = chosen.device.name == meta["fake"]["device"] and not chosen.mixed
+    note = (
+        f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all; "
+        f"{'operator by operator' if is_own else 'whole actions'} on {_devices(chosen, dtype, world_size)}; "
+        f"{_in_words(chosen.link)}."
+    )
 
     def model_cost(rank: int) -> Cost:
         return lambda ops: _roofline(ops, chosen.device_of(rank), dtype, _on_cpu(ops))
 
-    how = f"whole actions on {_devices(chosen, dtype, world_size)}"
-    return chosen, model_cost, [f"{played}; {how}; {_in_words(chosen.link)}."]
+    return chosen, (lambda rank: _on_cpu) if is_own else model_cost, [note]
 
 
 def _devices(chosen: Hardware, dtype: str, world_size: int) -> str:
     """Describe the device, or each of unlike ones with its ranks."""
     if not chosen.mixed:
-        return f"{chosen.device.name}: {_rates(chosen.device, dtype)}"
+        device = chosen.device
+        rates = f"{device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s"
+        return f"{device.name}: FLOPs at {rates}, whichever takes longer"
     ranks: dict[str, list[int]] = {}
     for rank in range(world_size):
         device = chosen.device_of(rank)
         ranks.setdefault(f"{device.name}, {device.rate(dtype) / 1e12:,.3g} TFLOP/s", []).append(rank)
     each = "; ".join(f"{name}: rank {', '.join(map(str, on))}" for name, on in ranks.items())
     return f"unlike devices ({each}), by FLOPs or bytes, whichever takes longer"
-
-
-def _rates(device: Device, dtype: str) -> str:
-    return (
-        f"FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s, "
-        "whichever takes longer"
-    )
 
 
 def _in_words(link: Link) -> str:
