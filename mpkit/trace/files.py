@@ -30,7 +30,7 @@ class RankTrace:
         names: the strings that `ops` refers to.
         state: "running" (or, if the run is over, cut off while running), "finished" or "failed".
         values: (k,) array of `VALUE`: what `ctx.log` wrote; none in traces from before there was such a thing.
-        samples: (s,) array of `SAMPLE`: utilisation, memory and link traffic of its GPU; none where none was sampled.
+        samples: (s,) array of `SAMPLE`: utilisation and memory of its GPU; none where none was sampled.
         sent_parts: (k,) array of `SENT_PART`: what its all-to-alls of uneven parts sent to whom; none in older traces,
             and where all parts were equal.
     """

@@ -131,7 +131,7 @@ def test_another_program_does_not_take_a_ranks_place(clusters: Clusters) -> None
 END = """
 import atexit, multiprocessing, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-folder, how = sys.argv[1:]
+folder = sys.argv[1]
 def note(name):
     open(os.path.join(folder, name + os.environ["RANK"]), "x").close()
 def late(name):
@@ -144,21 +144,13 @@ def later(name):
 atexit.register(note, "atexit")
 threading.Thread(target=late, args=["thread"]).start()
 ThreadPoolExecutor(1).submit(note, "pool")
-multiprocessing.get_context("fork").Process(target=later, args=["process"], daemon=how == "_exit").start()
-if how == "_exit":
-    os._exit(0)
+multiprocessing.get_context("fork").Process(target=later, args=["process"]).start()
 """
 
 
-@pytest.mark.parametrize("how", ["falls off its end", "_exit"])
-def test_a_watched_program_ends_as_python_ends_it(clusters: Clusters, tmp_path: Path, how: str) -> None:
+def test_a_watched_program_ends_as_python_ends_it(clusters: Clusters, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(END)
-    clusters(2).run(CommandProgram(str(program), (str(tmp_path), how)).run, watch=True)
+    clusters(2).run(CommandProgram(str(program), (str(tmp_path),)).run, watch=True)
     noted = {path.name for path in tmp_path.iterdir()} - {"program.py"}
-    if how == "_exit":  # which waits for nothing
-        assert not any(name.startswith("atexit") for name in noted)
-    else:
-        assert noted == {
-            f"{name}{rank}" for name in ("atexit", "thread", "pool", "process") for rank in (0, 1)
-        }
+    assert noted == {f"{name}{rank}" for name in ("atexit", "thread", "pool", "process") for rank in (0, 1)}

@@ -196,10 +196,11 @@ def work(
         return dumps(function(context, *args))
     finally:
         if os.getpid() != own:  # a child that the function has forked and not ended: it is no rank
-            failed = sys.exc_info()[0] not in (None, SystemExit)
-            if failed:
+            error = sys.exc_info()[1]
+            code = (error.code or 0) if isinstance(error, SystemExit) else int(error is not None)
+            if error is not None and not isinstance(error, SystemExit):
                 traceback.print_exc()
-            os._exit(int(failed))
+            os._exit(code if isinstance(code, int) else 1)
 
 
 def _enter_context(device: torch.device) -> None:
