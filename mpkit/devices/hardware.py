@@ -250,84 +250,27 @@ def find_busiest(parts: Sequence[Sequence[float]], nodes: Sequence[int]) -> tupl
 
 
 @public
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Hardware:
     """One machine or several: devices and the links between them. Device d is on node d // per_node.
 
     Attributes:
         name: the name by which `mpkit.hardware` finds it.
-        device: the device, of which every rank has one of its own; of unlike devices the slowest in float32, which
-            paces whatever all of them do together.
+        device: the device, of which every rank has one of its own.
         link: the link between the devices of a node.
         between: each device's share of the link between nodes; None for a single node.
         per_node: devices per node.
         nodes: the number of nodes.
         order: for each device, the rank on it; () puts rank d on device d. `Mesh.order` sorts ranks by their places.
-        mixed: the devices one by one where they are unlike; () where all are `device`.
     """
 
     name: str
     device: Device
     link: Link
-    between: Link | None
-    per_node: int
-    nodes: int
-    order: tuple[int, ...]
-    mixed: tuple[Device, ...]
-
-    def __init__(
-        self, name: str, device: Device | Sequence[Device] | None = None, link: Link | None = None,
-        between: Link | None = None, per_node: int | None = None, nodes: int = 1, order: Sequence[int] = (),
-        mixed: Sequence[Device] = (), *, devices: Sequence[Device] = (),
-    ) -> None:  # fmt: skip
-        """Make a machine of one kind of device, or of unlike `devices`.
-
-        >>> old, new = Device("old", {"float32": 1e12}, 1e11), Device("new", {"float32": 4e12}, 4e11)
-        >>> pair = Hardware("pair", devices=[new, old], link=Link("bus", 1e-6, 16e9))
-        >>> pair.devices, pair.device.name, pair.device_of(0).name
-        (2, 'old', 'new')
-
-        Args:
-            name, link, between, per_node, nodes, order: see the attributes; `per_node` is 8 by default, or what
-                `devices` come to.
-            device: the device of every rank; a sequence is taken as `devices`.
-            devices: each device, node by node, where they are not all alike.
-            mixed: the same as `devices`, for `dataclasses.replace`.
-
-        Raises:
-            ValueError: no device or link is given, something else than a Device is, or the number of devices is not
-                that of the machine.
-        """
-        listed = tuple(devices) or tuple(mixed)
-        if device is not None and not isinstance(device, Device):
-            listed, device = listed or _list_devices(name, device), None
-        if link is None or (device is None and not listed):
-            missing = "link" if link is None else "device"
-            raise ValueError(
-                f"Hardware({name!r}) has no {missing}: Hardware({name!r}, device, link), or for unlike devices "
-                f"Hardware({name!r}, devices=[new, new, old], link=link), such as those of mk.hardware('2x-rtx-4090')"
-            )
-        if listed:
-            _check_listed(name, listed, per_node, nodes)
-            slowest = min(listed, key=lambda each: each.rate())
-            if device is not None and device != slowest:
-                raise ValueError(
-                    f"Hardware({name!r}, device={device.name!r}) has unlike devices as well "
-                    f"({', '.join(each.name for each in listed)}): give devices= alone, one for each place"
-                )
-            device, per_node = slowest, len(listed) // nodes
-        values = {
-            "name": name, "device": device, "link": link, "between": between, "per_node": per_node or 8,
-            "nodes": nodes, "order": tuple(order),
-            "mixed": listed if any(each != device for each in listed) else (),
-        }  # fmt: skip
-        for field_name, value in values.items():
-            object.__setattr__(self, field_name, value)
-
-    def device_of(self, rank: int) -> Device:
-        """Return the device that a rank is on; ranks beyond the last device begin with the first one again."""
-        place = self.order.index(rank) if rank in self.order else rank
-        return self.mixed[place % len(self.mixed)] if self.mixed else self.device
+    between: Link | None = None
+    per_node: int = 8
+    nodes: int = 1
+    order: tuple[int, ...] = ()
 
     def node_of(self, rank: int) -> int:
         """Return the number of the node that a rank is on.
@@ -388,30 +331,3 @@ class Hardware:
         inside, between = self.link, self.between
         took: float = collective_time(kind, nbytes, len(ranks), nodes, inside, between, busiest=busiest)
         return took
-
-
-def _list_devices(name: str, devices: object) -> tuple[Device, ...]:
-    """Return several devices that were given as a sequence."""
-    if isinstance(devices, Sequence) and all(isinstance(each, Device) for each in devices):
-        return tuple(devices)
-    raise ValueError(
-        f"Hardware({name!r}, device={devices!r}): give an mk.devices.Device, such as mk.hardware('2x-rtx-4090').device"
-        ", or a list with one Device for each place"
-    )
-
-
-def _check_listed(name: str, devices: tuple[Device, ...], per_node: int | None, nodes: int) -> None:
-    """Check that unlike devices are devices, and as many as the machine has places.
-
-    Raises:
-        ValueError: they are not.
-    """
-    _list_devices(name, devices)
-    wanted = (len(devices) // max(1, nodes) if per_node is None else per_node) * nodes
-    if wanted != len(devices):
-        places = f"{nodes} nodes" if per_node is None else f"{nodes} x {per_node} = {wanted} places"
-        said = ", ".join(each.name for each in devices)
-        raise ValueError(
-            f"Hardware({name!r}) lists {len(devices)} devices ({said}) for {places}: list one for each place, node by "
-            f"node, or give nodes=1 and leave out per_node, which is then {len(devices)}"
-        )

@@ -97,11 +97,10 @@ def placement_notes(timeline: Timeline, hardware: Hardware) -> list[str]:
     if mesh is not None and mesh.tp > 1 and (words := across_nodes(mesh.groups("tp"), hardware)):
         notes.append(words)
     peaks = [sum(held.values()) for held in timeline.memory]
-    excess = {rank: peak - hardware.device_of(rank).memory for rank, peak in enumerate(peaks)}
-    known = {rank: over for rank, over in excess.items() if hardware.device_of(rank).memory and over > 0}
-    if known:
-        rank = max(known, key=known.__getitem__)
+    device, most = hardware.device, max(peaks, default=0)
+    if device.memory and most > device.memory:
+        rank = peaks.index(most)
         held = timeline.memory[rank]
-        words = out_of_memory(peaks[rank], hardware.device_of(rank).memory, max(held, key=held.__getitem__))
-        notes.append(f"Rank {rank} does not fit its {hardware.device_of(rank).name}: {words}.")
+        words = out_of_memory(most, device.memory, max(held, key=held.__getitem__))
+        notes.append(f"Rank {rank} does not fit its {device.name}: {words}.")
     return notes

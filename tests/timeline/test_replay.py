@@ -366,28 +366,3 @@ def test_it_does_not_matter_how_the_records_come_in(ranks: list[Rank], data: st.
         replaying.feed(number, recorded.ops, recorded.names)
     replaying.finish()
     assert placed(replaying) == placed(whole(ranks))
-
-
-def test_on_unlike_devices_each_rank_takes_what_its_own_device_says() -> None:
-    """Two stages, three micro-batches; the second stage's device is half as fast, and its bus a quarter."""
-    fast = Device("fast", {"float32": 2.0}, bandwidth=4.0)
-    slow = Device("slow", {"float32": 1.0}, bandwidth=1.0)
-    free = Link("free", 0.0, 2.0**60)
-    ranks = [Rank(), Rank()]
-    for m in range(3):
-        ranks[0].compute(8.0, microbatch=m)
-        sent = ranks[0].op(Kind.SEND, group="0>1#a", number=m, peer=1)
-        ranks[0].wait(sent)
-        asked = ranks[1].op(Kind.RECV, group="0>1#a", number=m, peer=0)
-        ranks[1].wait(asked)
-        ranks[1].compute(8.0, microbatch=m)
-    ranks[1].op(Kind.OPTIMIZER, bytes=6)
-    mixed = play(*ranks, hardware=Hardware("mixed", devices=[fast, slow], link=free))
-    assert times(mixed, 0, Kind.FORWARD) == [(0.0, 4.0), (4.0, 8.0), (8.0, 12.0)]
-    assert times(mixed, 1, Kind.FORWARD) == [(4.0, 12.0), (12.0, 20.0), (20.0, 28.0)]
-    assert times(mixed, 1, Kind.OPTIMIZER) == [(28.0, 34.0)]
-    assert "fast, 2e-12 TFLOP/s: rank 0; slow, 1e-12 TFLOP/s: rank 1" in mixed.notes[0]
-    alone = [play(*ranks, hardware=Hardware("alike", each, free)) for each in (fast, slow)]
-    assert alone[0].step_time < mixed.step_time < alone[1].step_time
-    turned = play(*ranks, hardware=Hardware("turned", devices=[fast, slow], link=free, order=(1, 0)))
-    assert times(turned, 0, Kind.FORWARD)[0] == (0.0, 8.0)

@@ -70,15 +70,15 @@ def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> list[Fin
     machine, peaks = evidence.machine, evidence.whole.peak_memory_of_run
     if machine is None:
         return []
-    memory = [machine.device_of(rank).memory for rank in range(len(peaks))]
-    shares = [peak["total"] / most if most else 0.0 for peak, most in zip(peaks, memory, strict=True)]
+    memory = machine.device.memory
+    shares = [peak["total"] / memory if memory else 0.0 for peak in peaks]
     rank = int(np.argmax(shares))
     if shares[rank] < FULL:
         return []
     largest = max(CATEGORIES, key=lambda name: peaks[rank][name])
     return evidence.findings(
         "memory near the limit", largest, gain=0.0, by="", ranks=(rank,), urgent=True, category=largest,
-        held=memory_text(peaks[rank]["total"]), memory=memory_text(memory[rank]),
+        held=memory_text(peaks[rank]["total"]), memory=memory_text(memory),
         full=percent(shares[rank]), most=memory_text(peaks[rank][largest]),
     )  # fmt: skip
 

@@ -165,12 +165,12 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> list
     # An imported trace may not have the allocator's events: then nothing is known of memory.
     if took is None or not all(held):
         return []
-    memory = [evidence.machine.device_of(rank).memory if evidence.machine else 0 for rank in range(len(held))]
-    shares = [used / most if most else 0.0 for used, most in zip(held, memory, strict=True)]
-    rank = int(np.argmax(shares if all(memory) else held))
+    memory = evidence.machine.device.memory if evidence.machine else 0
+    shares = [used / memory if memory else 0.0 for used in held]
+    rank = int(np.argmax(held))
     if shares[rank] > ROOMY:
         return []
-    room = f" of {memory_text(memory[rank])} ({percent(shares[rank])})" if memory[rank] else ""
+    room = f" of {memory_text(memory)} ({percent(shares[rank])})" if memory else ""
     return evidence.findings(
         "useless recomputation", gain=evidence.gain(took),
         rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE), number=evidence.whole.rank_number(rank),

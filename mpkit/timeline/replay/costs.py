@@ -32,8 +32,7 @@ def machine(
     """Return the hardware to replay on, the cost of an op there by rank, and what a reader should know about it.
 
     On the machine of the run (no hardware is given, or "cpu" for a run on CPUs) an op takes as long as it took. On
-    other hardware its time is modelled, and so is every rank's where devices are unlike: a measured time beside a
-    modelled one would compare the model with the measurement instead of the devices.
+    other hardware its time is modelled.
 
     Raises:
         ValueError: it has fewer devices than there are ranks.
@@ -47,36 +46,32 @@ def machine(
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
     chosen = own if wanted is None else find(wanted)
     is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
-    if wanted is None or (is_known and chosen.device == own.device and not chosen.mixed):
+    if wanted is None or (is_known and chosen.device == own.device):
         what = "GPU" if on_gpu else "core"
         # Of the machine of the run nothing was asked: `Timeline.basis` says what is assumed.
         asked = [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."] * (wanted is not None)
         return chosen, lambda rank: measured, asked
     if "imported" in meta:
-        return _machine_of_imported(chosen, own.device, meta, world_size)
+        return _machine_of_imported(chosen, own.device, meta)
     dtype = str(meta.get("dtype", "float32"))
     notes = [
-        f"Compute is modelled for {_devices(chosen, dtype, world_size)}; ops of unknown FLOPs take "
+        f"Compute is modelled for {_in_rates(chosen.device, dtype)}; ops of unknown FLOPs take "
         f"their measured time{', scaled by the rates of the two devices' if is_known else ''}. Starting a kernel takes "
         "no time here."
     ]
 
-    def model_cost(rank: int) -> Cost:
-        device = chosen.device_of(rank)
-        scale = own.device.rate(dtype) / device.rate(dtype) if is_known else 1.0
+    scale = own.device.rate(dtype) / chosen.device.rate(dtype) if is_known else 1.0
 
-        def cost(ops: Array) -> Array:
-            took = measured(ops)
-            # Reading data takes equally long with another device.
-            return _roofline(ops, device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
+    def cost(ops: Array) -> Array:
+        took = measured(ops)
+        # Reading data takes equally long with another device.
+        return _roofline(ops, chosen.device, dtype, np.where(ops["kind"] == Kind.DATA, took, took * scale))
 
-        return cost
-
-    return chosen, model_cost, notes
+    return chosen, lambda rank: cost, notes
 
 
 def _machine_of_imported(
-    chosen: Hardware, own: Device, meta: Mapping[str, Any], world_size: int
+    chosen: Hardware, own: Device, meta: Mapping[str, Any]
 ) -> tuple[Hardware, CostOf, list[str]]:
     """Do the same as `machine` for an imported trace on other hardware: kernels scale by what bounds them.
 
@@ -94,7 +89,7 @@ def _machine_of_imported(
         return chosen, lambda rank: _launched_time, notes
 
     def model_cost(rank: int) -> Cost:
-        device = chosen.device_of(rank)
+        device = chosen.device
         scale = _scales(bounds[rank], own, device)
 
         def cost(ops: Array) -> Array:
@@ -104,12 +99,11 @@ def _machine_of_imported(
 
         return cost
 
-    names = dict.fromkeys(chosen.device_of(rank).name for rank in range(world_size))
     sums = sum((Counter(each) for kinds in bounds for each in kinds.values()), Counter[str]())
     listed = (f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common())
     shares = ", ".join(listed) or "all of them took 0 s"
     notes = [
-        f"Each kernel is scaled from {own.name} to {', '.join(names)} by what bounds it: products by the "
+        f"Each kernel is scaled from {own.name} to {chosen.device.name} by what bounds it: products by the "
         f"rates in their dtype, other kernels by the memories' bandwidth ({shares}). Starting a kernel takes "
         "as long as it took."
     ]
@@ -150,31 +144,24 @@ def _machine_of_fake(
         )
     chosen = find(own if wanted is None else wanted)
     dtype = str(meta.get("dtype", "float32"))
-    is_own = chosen.device.name == meta["fake"]["device"] and not chosen.mixed
+    is_own = chosen.device.name == meta["fake"]["device"]
     note = (
         f"Played on tensors without content, {len(meta['fake']['played'])} of {world_size} ranks for all; "
-        f"{'operator by operator' if is_own else 'whole actions'} on {_devices(chosen, dtype, world_size)}; "
+        f"{'operator by operator' if is_own else 'whole actions'} on {_in_rates(chosen.device, dtype)}; "
         f"{_in_words(chosen.link)}."
     )
 
-    def model_cost(rank: int) -> Cost:
-        return lambda ops: _roofline(ops, chosen.device_of(rank), dtype, _on_cpu(ops))
+    def cost(ops: Array) -> Array:
+        return _roofline(ops, chosen.device, dtype, _on_cpu(ops))
 
-    return chosen, (lambda rank: _on_cpu) if is_own else model_cost, [note]
+    return chosen, lambda rank: _on_cpu if is_own else cost, [note]
 
 
-def _devices(chosen: Hardware, dtype: str, world_size: int) -> str:
-    """Describe the device, or each of unlike ones with its ranks."""
-    if not chosen.mixed:
-        device = chosen.device
-        rates = f"{device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at {device.bandwidth / 1e9:,.0f} GB/s"
-        return f"{device.name}: FLOPs at {rates}, whichever takes longer"
-    ranks: dict[str, list[int]] = {}
-    for rank in range(world_size):
-        device = chosen.device_of(rank)
-        ranks.setdefault(f"{device.name}, {device.rate(dtype) / 1e12:,.3g} TFLOP/s", []).append(rank)
-    each = "; ".join(f"{name}: rank {', '.join(map(str, on))}" for name, on in ranks.items())
-    return f"unlike devices ({each}), by FLOPs or bytes, whichever takes longer"
+def _in_rates(device: Device, dtype: str) -> str:
+    return (
+        f"{device.name}: FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at "
+        f"{device.bandwidth / 1e9:,.0f} GB/s, whichever takes longer"
+    )
 
 
 def _in_words(link: Link) -> str:

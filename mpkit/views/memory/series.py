@@ -145,7 +145,7 @@ def device_memory(timeline: Timeline) -> tuple[int, str]:
     name = str(timeline.meta.get("hardware", ""))
     if timeline.clock == "simulated" or name not in catalogue():
         return 0, ""
-    device = catalogue(name).device_of(0)
+    device = catalogue(name).device
     return device.memory, device.name
 
 

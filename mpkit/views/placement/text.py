@@ -106,8 +106,7 @@ def shape_words(placement: Placement) -> str:
     on = ""
     if machine is not None:
         nodes = len(placement.nodes)
-        kinds = " and ".join(dict.fromkeys(each.name for each in machine.mixed or (machine.device,)))
-        on = f", on {nodes} node{'s' * (nodes > 1)} of {machine.per_node} {kinds}"
+        on = f", on {nodes} node{'s' * (nodes > 1)} of {machine.per_node} {machine.device.name}"
     return f"{' x '.join(long) + ' = ' if len(long) > 1 else ''}{many}{on}"
 
 
