@@ -76,7 +76,7 @@ class ExpertLoad(DrawnResult):
 
     def balance(
         self, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
-        step: int = -1, window: int = 1, expert_bytes: float | None = None,
+        step: int = -1, window: int = 1,
     ) -> Any:  # fmt: skip
         """Return where DeepSeek's balancer (EPLB) would place the experts, some of them more than once.
 
@@ -93,18 +93,16 @@ class ExpertLoad(DrawnResult):
                 them, the groups of a node stay together.
             step: the step's place among those that were counted; -1: the last one.
             window: from the rows of how many steps up to this one the placement follows.
-            expert_bytes: the bytes of one expert's weights in one layer, for the bytes that move.
 
         Returns:
             An `ExpertBalance`: `layers` with `phy2log`, `load_before` and `load_after`; `imbalance`, `time_ratio`,
-            `moves`, `moved_bytes`; `apply_to(load, step)`. It shows itself as a picture in a notebook.
+            `moves`. It shows itself as a picture in a notebook.
 
         Raises:
             ValueError: there is no such step, or the numbers do not divide; the message says which would.
         """
         return resolve_name("mpkit.prediction.experts.expert_balance:balance_load")(
             self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step, window=window,
-            expert_bytes=expert_bytes,
         )  # fmt: skip
 
     __repr__ = DrawnResult.__str__

@@ -168,9 +168,9 @@ def example_load() -> ExpertLoad:
 
 def test_the_published_example() -> None:
     placed = balance_experts(EXAMPLE["weight"], 16, groups=4, nodes=2, gpus=8)
-    assert placed.phy2log.tolist() == EXAMPLE["phy2log"]
+    assert placed.tolist() == EXAMPLE["phy2log"]
     everywhere = balance_experts(EXAMPLE["weight"], 16, groups=1, nodes=2, gpus=8)
-    assert everywhere.phy2log.tolist() == EXAMPLE["phy2log_global_policy"]
+    assert everywhere.tolist() == EXAMPLE["phy2log_global_policy"]
     layers = example_load().balance(16, groups=4, nodes=2, gpus=8).layers
     assert [layer.load_after.tolist() for layer in layers] == EXAMPLE["gpu_loads"]
 
@@ -183,12 +183,9 @@ def test_any_placement_has_all_experts_and_is_no_worse(
     for seed in range(6):
         rows = np.random.default_rng(seed).zipf(1.3 + seed / 4, (3, 16)).clip(0, 5000) - 1.0
         placed = balance_experts(rows, 16 + further, groups=groups, nodes=nodes, gpus=gpus)
-        # ---- every expert has a slot, and every slot an expert; the mapping back says the same
-        for phy2log, log2phy, logcnt in zip(placed.phy2log, placed.log2phy, placed.logcnt, strict=True):
-            assert np.bincount(phy2log, minlength=16).tolist() == logcnt.tolist() and logcnt.min() >= 1
-            slots = [s for expert in log2phy for s in expert if s >= 0]
-            assert sorted(slots) == list(range(16 + further))
-            assert all(phy2log[s] == expert for expert, of in enumerate(log2phy) for s in of if s >= 0)
+        # ---- every expert has a slot, and every slot an expert
+        for phy2log in placed:
+            assert len(phy2log) == 16 + further and np.bincount(phy2log, minlength=16).min() >= 1
             # ---- groups stay on a node
             if groups % nodes == 0:
                 homes = [set(of // (16 // groups)) for of in phy2log.reshape(nodes, -1)]
@@ -208,13 +205,13 @@ def test_any_placement_has_all_experts_and_is_no_worse(
 
 
 def test_a_balance_says_what_it_would_do() -> None:
-    balance = example_load().balance(16, groups=4, nodes=2, gpus=8, expert_bytes=1e6)
+    balance = example_load().balance(16, groups=4, nodes=2, gpus=8)
     (before, after), *_ = balance.imbalance.values()
     assert (before, after) == pytest.approx((239 / 129.125, 156 / 129.125))
     assert balance.time_ratio == pytest.approx((156 + 179.5) / (239 + 344))
     first = balance.layers[0].phy2log
     moved = {(slot // 2, int(e)) for slot, e in enumerate(first) if e * 8 // 12 != slot // 2}
-    assert balance.layers[0].moves == len(moved) and balance.moved_bytes == balance.moves * 1e6
+    assert balance.layers[0].moves == len(moved)
     assert "hierarchical policy" in str(balance) and "0.58 x their time" in str(balance)
     assert "routers choose as in this step" in str(balance)
     assert balance.to_svg().count("<title>expert ") == 2 * (12 + 16)

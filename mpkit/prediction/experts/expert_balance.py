@@ -101,7 +101,6 @@ class ExpertBalance(DrawnResult):
         step: the number of the step whose rows these are.
         nodes, gpus: how many there are; GPUs of all nodes together.
         policy: "hierarchical" (groups of experts stay on a node) or "global".
-        expert_bytes: the bytes of one expert's weights in one layer; None: not known.
     """
 
     layers: tuple[LayerBalance, ...]
@@ -109,7 +108,6 @@ class ExpertBalance(DrawnResult):
     nodes: int
     gpus: int
     policy: str
-    expert_bytes: float | None = None
 
     @property
     def imbalance(self) -> dict[str, tuple[float, float]]:
@@ -144,31 +142,6 @@ class ExpertBalance(DrawnResult):
         """How many weights of experts GPUs receive, in all layers."""
         return sum(each.moves for each in self.layers)
 
-    @property
-    def moved_bytes(self) -> float | None:
-        """The bytes of these; None: `expert_bytes` is not known. Optimizer states, which move too, are not in it."""
-        return None if self.expert_bytes is None else self.moves * self.expert_bytes
-
-    def apply_to(self, load: ExpertLoad, step: int = -1) -> ExpertBalance:
-        """Return the same placement with the rows of another step: what it does if routers choose differently.
-
-        Args:
-            load: of the same layers.
-            step: the step's place among those that were counted; -1: the last one.
-
-        Raises:
-            ValueError: there is no such step, or a layer has other experts.
-        """
-        number = _find_step(load, step)
-        for each in self.layers:
-            if each.name not in load.rows or load.rows[each.name].shape[1] != len(each.rows):
-                raise ValueError(
-                    f"this placement is of {len(each.rows)} experts of {each.name}; the load has "
-                    + ", ".join(f"{rows.shape[1]} of {name}" for name, rows in load.rows.items())
-                )
-        layers = tuple(replace(each, rows=load.rows[each.name][step]) for each in self.layers)
-        return replace(self, layers=layers, step=number)
-
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per layer and slot: its GPU, its expert, its rows.
 
@@ -187,7 +160,7 @@ class ExpertBalance(DrawnResult):
 
 def balance_load(
     load: ExpertLoad, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
-    step: int = -1, window: int = 1, expert_bytes: float | None = None,
+    step: int = -1, window: int = 1,
 ) -> ExpertBalance:  # fmt: skip
     """Return what `ExpertLoad.balance` describes."""
     number = _find_step(load, step)
@@ -203,13 +176,13 @@ def balance_load(
         rows = steps[max(0, end - window) : end].sum(axis=0)
         found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
         now = np.array(load.orders.get(name, range(experts)))
-        layer = LayerBalance(name, rows, found.phy2log[0], now, gpus)
+        layer = LayerBalance(name, rows, found[0], now, gpus)
         if layer.load_after.max() >= layer.load_before.max():
             kept = np.concatenate([np.resize(here, replicas // gpus) for here in layer.held_before])
             layer = replace(layer, phy2log=kept)
         layers.append(replace(layer, rows=steps[step]))
     policy = "global" if groups % nodes or nodes == 1 else "hierarchical"
-    return ExpertBalance(tuple(layers), number, nodes, gpus, policy, expert_bytes)
+    return ExpertBalance(tuple(layers), number, nodes, gpus, policy)
 
 
 def _find_step(load: ExpertLoad, step: int) -> int:

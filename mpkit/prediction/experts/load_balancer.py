@@ -17,45 +17,25 @@ is taken, which that code leaves to torch's sort; apart from such ties the place
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PhysicalExperts", "balance_experts"]
+__all__ = ["balance_experts"]
 
 Loads = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class PhysicalExperts:
-    """Which expert is where. GPU g of n has the slots g R/n to (g + 1) R/n - 1.
-
-    Attributes:
-        phy2log: [layers, R], the logical expert that each slot holds.
-        log2phy: [layers, E, most copies], the slots of each logical expert, in the order in which it got them, then -1.
-        logcnt: [layers, E], how many slots each logical expert has.
-    """
-
-    phy2log: Indices
-    log2phy: Indices
-    logcnt: Indices
-
-
 def balance_experts(
     load: npt.ArrayLike, replicas: int, *, groups: int = 1, nodes: int = 1, gpus: int
-) -> PhysicalExperts:
-    """Return a placement in which GPUs are about equally busy.
+) -> Indices:
+    """Return a placement in which GPUs are about equally busy: phy2log, [layers, R], the logical expert of each slot.
+
+    GPU g of n has the slots g R/n to (g + 1) R/n - 1.
 
     >>> load = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]]
-    >>> placed = balance_experts(load, 16, groups=4, nodes=2, gpus=8)  # the example of EPLB's README
-    >>> placed.phy2log.tolist()
+    >>> balance_experts(load, 16, groups=4, nodes=2, gpus=8).tolist()  # the example of EPLB's README
     [[5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]]
-    >>> placed.logcnt.tolist()
-    [[1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1]]
-    >>> placed.log2phy[0, 5].tolist()
-    [0, 2]
 
     Args:
         load: [layers, E], the rows of each expert.
@@ -72,8 +52,7 @@ def balance_experts(
     if groups % nodes:
         groups = nodes = 1
     experts = loads.shape[1]
-    phy2log, number = np.empty((2, len(loads), replicas), dtype=np.int64)
-    logcnt = np.empty(loads.shape, dtype=np.int64)
+    phy2log = np.empty((len(loads), replicas), dtype=np.int64)
     for layer, rows in enumerate(loads):
         # ---- pack groups
         size, slot = experts // groups, 0
@@ -81,16 +60,12 @@ def balance_experts(
         for packed in _pack(rows[of_group].sum(axis=1), nodes):
             here = of_group[packed].ravel()
             # ---- replicate
-            copied, copy, count = _replicate(rows[here], replicas // nodes)
-            logcnt[layer, here] = count
+            copied, count = _replicate(rows[here], replicas // nodes)
             # ---- pack replicas
             order = np.ravel(_pack((rows[here] / count.astype(np.float32))[copied], gpus // nodes))
-            filled = slice(slot, slot + len(order))
-            phy2log[layer, filled], number[layer, filled] = here[copied[order]], copy[order]
+            phy2log[layer, slot : slot + len(order)] = here[copied[order]]
             slot += len(order)
-    log2phy = np.full((*loads.shape, logcnt.max(initial=1)), -1, dtype=np.int64)
-    log2phy[np.arange(len(loads))[:, None], phy2log, number] = np.arange(replicas)
-    return PhysicalExperts(phy2log, log2phy, logcnt)
+    return phy2log
 
 
 def _pack(weights: Loads, packs: int) -> list[list[int]]:
@@ -107,16 +82,14 @@ def _pack(weights: Loads, packs: int) -> list[list[int]]:
     return packed
 
 
-def _replicate(rows: Loads, slots: int) -> tuple[Indices, Indices, Indices]:
-    """Return the expert of each slot, which of its copies that is (from 0), and the copies of each expert."""
-    copied = list(range(len(rows)))
-    copy, count = [0] * len(rows), np.ones(len(rows), dtype=np.int64)
+def _replicate(rows: Loads, slots: int) -> tuple[Indices, Indices]:
+    """Return the expert of each slot, and the copies of each expert."""
+    copied, count = list(range(len(rows))), np.ones(len(rows), dtype=np.int64)
     for _ in range(slots - len(rows)):
         busiest = int(np.argmax(rows / count.astype(np.float32)))
         copied.append(busiest)
-        copy.append(int(count[busiest]))
         count[busiest] += 1
-    return np.array(copied), np.array(copy), count
+    return np.array(copied), count
 
 
 def _check(loads: Loads, replicas: int, groups: int, nodes: int, gpus: int) -> None:

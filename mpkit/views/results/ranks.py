@@ -229,12 +229,11 @@ def balance_text(balance: ExpertBalance) -> str:
         before, after = balance.imbalance[each.name]
         copied = int((each.copies[each.phy2log] > 1).sum())
         rows.append([each.name, f"{before:.2f} -> {after:.2f}", str(copied), str(each.moves)])
-    sized = "" if balance.moved_bytes is None else f" ({bytes_text(balance.moved_bytes)})"
     return "\n".join(
         [
             _where(balance),
             *table_text(rows, (0, 1, 2, 3)),
-            f"{balance.moves} weights of experts move{sized}",
+            f"{balance.moves} weights of experts move",
             f"Predicted: the experts of a step take {balance.time_ratio:.2f} x their time.",
             "Assumed: a layer takes as long as its busiest GPU, time grows with rows, copies share rows evenly, and "
             "routers choose as in this step. Moving weights is not in it, nor is what copies send in each step.",
