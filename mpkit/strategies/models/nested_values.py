@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import SUPPORTED_NODES
 
-__all__ = ["ATOMS", "LEAF", "REGISTER", "Shape", "flatten", "is_opaque", "rebuild"]
+__all__ = ["ATOMS", "LEAF", "REGISTER", "Shape", "flatten", "is_opaque", "rebuild", "tensors_inside"]
 
 
 ATOMS = (
@@ -115,14 +115,16 @@ def is_opaque(leaf: Any) -> bool:
     """
     if isinstance(leaf, Tensor):
         return False
-    return isinstance(leaf, Iterator) or _holds_tensors(leaf, set())
+    return isinstance(leaf, Iterator) or any(True for _ in tensors_inside(leaf))
 
 
-def _holds_tensors(value: Any, seen: set[int]) -> bool:
+def tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors that a value holds at any depth, also in objects: a cache, what a function closed over."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
-        return True
-    if value is None or isinstance(value, ATOMS) or id(value) in seen:
-        return False
+        yield value
+    if value is None or isinstance(value, (Tensor, *ATOMS)) or id(value) in seen:
+        return
     seen.add(id(value))
     if isinstance(value, FunctionType):
         inside: Any = value.__closure__ or ()
@@ -130,4 +132,5 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
         inside = value.__self__, value.__func__
     else:
         inside = gc.get_referents(value)
-    return any(_holds_tensors(each, seen) for each in inside)
+    for each in inside:
+        yield from tensors_inside(each, seen)

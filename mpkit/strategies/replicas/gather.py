@@ -34,7 +34,7 @@ from mpkit.common.torch_private import (
 )
 from mpkit.errors import MpkitError
 from mpkit.strategies.comm.wire import PendingWork
-from mpkit.strategies.models.nested_values import REGISTER, flatten, is_opaque
+from mpkit.strategies.models.nested_values import REGISTER, flatten, tensors_inside
 from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.replicas.flat import Flat
 from mpkit.strategies.replicas.units import Site
@@ -429,10 +429,10 @@ def _in_backward() -> bool:
 def _tensors(output: Any, module: nn.Module) -> list[Tensor]:
     """Return the tensors of a module's output."""
     leaves, _ = flatten(output)
-    for leaf in filter(is_opaque, leaves):
+    for leaf in (each for each in leaves if isinstance(each, Iterator)):
         raise MpkitError(
             f"{type(module).__name__} returns {type(leaf).__name__}, and under zero=3 parameters are gathered again "
             f"when the gradients of a layer's outputs arrive, which cannot be seen in there. Return {REGISTER}; zero=2 "
             "gathers nothing."
         )
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [tensor for leaf in leaves for tensor in tensors_inside(leaf)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
-from mpkit.strategies.models.nested_values import REGISTER, flatten, is_opaque
+from mpkit.strategies.models.nested_values import REGISTER, flatten, tensors_inside
 from mpkit.strategies.prepare.checks import find_wrong_embedding
 from mpkit.strategies.prepare.task import raise_rejection
 from mpkit.strategies.proof.backwards import ModuleBackwards
@@ -164,9 +164,10 @@ class DataParallel(ModuleWrapper):
         output = self.module(*args, **kwargs)
         self._record.end(op)
         for leaf in flatten(output)[0] if torch.is_grad_enabled() else ():
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._arrive)
-            elif is_opaque(leaf):
+            for tensor in tensors_inside(leaf):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._arrive)
+            if isinstance(leaf, Iterator):
                 raise ValueError(
                     f"The wrapped module returns {type(leaf).__name__}, and the backward through tensors in it would "
                     f"begin unnoticed. Return {REGISTER}."
