@@ -206,8 +206,8 @@ def _of_operators(events: Events) -> Iterator[Comm]:
     runs: dict[str, list[int]] = defaultdict(list)
     for row in np.argsort(said.start, kind="stable").tolist():
         name = events.names[said.name[row]]
-        if name.startswith(BACKENDS):
-            runs[_queue(kind_of(name))].append(row)
+        if name.startswith(BACKENDS) and (kind := kind_of(name)) is not None:
+            runs[_queue(kind)].append(row)
     issued: dict[str, list[int]] = defaultdict(list)
     reached: dict[int, int] = {}
     for row in np.lexsort((-ops.end, ops.start)).tolist():
@@ -228,7 +228,7 @@ def _of_operators(events: Events) -> Iterator[Comm]:
             yield _of_operator(events, row, run)
 
 
-def _queue(kind: Kind | None) -> str:
+def _queue(kind: Kind) -> str:
     """Return which of a backend's queues a kind goes to; gloo reduces and scatters by an all-reduce."""
     return kind.word if kind in MESSAGES else "collectives"
 

@@ -200,7 +200,7 @@ class Events:
             self.assumed["span without an end, taken as one of no length"] += 1
         start, took = _ns(event, "ts"), _ns(event, "dur")
         if took < 0:
-            raise ValueError(f"dur={event['dur']} is no time")
+            raise ValueError(f"dur={reprlib.repr(event['dur'])} is no time")
         if word == "annotation" and name.startswith("ProfilerStep#") and not PATTERNS["step"].match(name):
             self.assumed["ProfilerStep whose number no run reaches, not taken for a step"] += 1
         process, lane = event.get("pid"), event.get("tid")
@@ -280,7 +280,7 @@ def _ns(event: Mapping[str, Any], key: str) -> int:
         return 0
     time = float(value)
     if not -9e15 < time < 9e15:  # us: until the year 2255, in as many ns as int64 holds; nan is not
-        raise ValueError(f"{key}={value} is no time")
+        raise ValueError(f"{key}={reprlib.repr(value)} is no time")
     whole = int(time)
     return whole * 1000 + round((time - whole) * 1e3)
 
