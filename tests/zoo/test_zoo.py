@@ -47,14 +47,14 @@ def difference(one: Outcome, other: Outcome) -> float:
 
 
 def trains_equally(cluster: mk.Cluster, one: Architecture, plan: mk.Plan) -> bool:
-    """Return whether a model trains as in plain PyTorch; False if its training is rejected beforehand."""
+    """Return whether a model trains as in plain PyTorch; False if its training is rejected, or stopped by its proof."""
     model, loss = build(one), loss_of(one.task)
     torch.manual_seed(1)
     data = [batch_of(one.task) for _ in range(STEPS)]
     how = {"loss": loss, "optimizer": sgd, "steps": STEPS}
     try:
         run = cluster.train(model, data, plan, **how).wait()
-    except (ValueError, mk.errors.NotSerial):  # refused, or stopped by its proof
+    except (ValueError, mk.errors.NotSerial):
         return False
     whole, split = (serial(model, data, microbatches=parts, **how) for parts in (1, 2))
     differs = difference((list(run.losses), run.state_dict()), split if plan.microbatches == 2 else whole)
