@@ -379,7 +379,7 @@ class Cluster:
 
         Warn if the plan's features work against each other, or if tensor parallelism spans nodes.
         """
-        from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
+        from mpkit.strategies.prepare.prepare import warn_if_unwise
 
         if self._session is None:
             job = make_job()

@@ -35,7 +35,7 @@ def agree_on_job(launcher: Launcher, make_job: Callable[[], TrainJob]) -> TrainJ
     Which steps are drawn to be verified, rank 0 decides. Warn, in rank 0's process, if the plan's features work against
     each other, or if tensor parallelism spans nodes.
     """
-    from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
+    from mpkit.strategies.prepare.prepare import warn_if_unwise
 
     job = launcher.same("this training", make_job, _facts_in_common)
     job = replace(job, how=replace(job.how, verified=tuple(launcher.tell(job.how.verified)[0])))

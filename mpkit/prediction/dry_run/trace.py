@@ -33,7 +33,7 @@ from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.mirror import RankMirror
-from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
+from mpkit.strategies.prepare.prepare import warn_if_unwise
 from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
 
 if TYPE_CHECKING:

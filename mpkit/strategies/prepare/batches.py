@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from mpkit.plan.kinds import whole
-from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.datasets import WANTED, checked_batch
 from mpkit.strategies.data.microbatch import Value, batch_size, part, split
@@ -26,7 +25,7 @@ MOST_READ = 2**31
 SHARES = ("num_replicas", "num_processes", "num_shards", "world_size")
 """Names of samplers' attributes for the number of ranks: in torch, Accelerate, datasets and other libraries."""
 
-WITHIN = ("sampler", "batch_sampler", "base_sampler", "dataset", "loader", "dataloader", "base_dataloader")
+WITHIN = ("sampler", "batch_sampler", "dataset", "base_dataloader")
 
 
 def is_stream(data: Any) -> bool:
@@ -122,13 +121,12 @@ def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Val
     ]
 
 
-def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
-    """Check that every batch has a sample for each micro-batch, and under DP equally many for each rank.
+def check_split(batches: list[tuple[Value, Value]], m: int, n: int = 1) -> None:
+    """Check that every batch has a sample for each of m micro-batches, and equally many for each of DP's n ranks.
 
     Raises:
         ValueError: a batch has too few samples, or DP cannot scatter it.
     """
-    m, n = plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1
     for i, (inputs, _) in enumerate(batches):
         size = batch_size(inputs)
         if size < m:
@@ -138,12 +136,12 @@ def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
                 "" if isinstance(batches, WholeBatches) or not i else ", or drop_last=True in mk.Batches"
             )
             raise ValueError(
-                f"{plan}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
+                f"{m} micro-batches of {which} of {size}: each needs a sample at least. "
                 f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
             )
         if any((end - start) % n for start, end in split(size, m)):
             raise ValueError(
-                f"{plan}: nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
+                f"nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
                 f"{'a batch' if m == 1 else f'one of {m} micro-batches of a batch'} of {size}. Plan.ddp({n}) takes "
                 f"batches of any size; DP takes one of {n * m * max(1, round(size / n / m))}."
             )
@@ -161,7 +159,8 @@ def check_undivided(data: Any) -> None:
     Traceback (most recent call last):
     ValueError: data is a DataLoader with a DistributedSampler of num_replicas=2, ...
     """
-    for each in _objects_within(data):
+    within = [getattr(data, name, None) for name in WITHIN]
+    for each in (data, *within, *(getattr(one, "sampler", None) for one in within)):
         for name in SHARES:
             shares = whole(getattr(each, name, None))
             if shares is not None and shares > 1:
@@ -173,15 +172,3 @@ def check_undivided(data: Any) -> None:
                     "ranks itself. Give the whole: mk.Batches(dataset, batch_size), where batch_size is that of all "
                     "ranks together, shuffles as the sampler does and loads on the ranks; or the loader without it."
                 )
-
-
-def _objects_within(data: Any) -> Iterator[Any]:
-    """Yield the data, its samplers, and the objects that those wrap."""
-    waiting, seen = [data], set()
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or id(part) in seen or isinstance(part, (str, bytes, int, float)):
-            continue
-        seen.add(id(part))
-        yield part
-        waiting += [vars(part)[name] for name in WITHIN if name in getattr(part, "__dict__", {})]

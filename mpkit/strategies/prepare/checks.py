@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +30,38 @@ from mpkit.common.torch_private import (
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
-from mpkit.strategies.data.microbatch import batch_size
+from mpkit.strategies.data.microbatch import Value, batch_size
 from mpkit.strategies.experts.divide import find_balanced
-from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.hooks import backward_hooks, hook_name, parameter_hooks
-from mpkit.strategies.prepare.task import Rejection, Task
 from mpkit.strategies.replicas.batchnorm import batch_norms, has_own_forward
 
 __all__ = [
-    "CHECKS", "Check", "check_global_hooks", "find_overlap", "find_rejection", "find_shared_memory",
-    "find_wrong_embedding",
+    "CHECKS", "Check", "Task", "check_global_hooks", "find_overlap", "find_rejection", "find_shared_memory",
+    "find_wrong_embedding", "raise_rejection",
 ]  # fmt: skip
 
 Key = TypeVar("Key", str, int)
+
+
+class Task(NamedTuple):
+    """What is to be trained, as the checks see it.
+
+    Attributes:
+        model: on the CPU, as it is sent to the ranks.
+        given_model: the same model as the user has it.
+        sizes: a batch of every size that occurs; `listed` if these are all that there are.
+        loss: the loss as it was given; `counts` if ranks call it as (total, count).
+    """
+
+    model: nn.Module
+    given_model: nn.Module
+    sizes: list[tuple[Value, Value]]
+    listed: bool
+    loss: Callable[[Any, Any], Any]
+    counts: bool
 
 
 class Check(NamedTuple):
@@ -54,17 +70,27 @@ class Check(NamedTuple):
     Attributes:
         name: what is looked at; the heading of its section in docs/checks.md.
         why: why it is not left to the run: "blind", "obscure" or "common".
-        find: returns the rejection; None if there is nothing to reject.
+        find: returns why it is rejected and what would work; None if there is nothing to reject.
     """
 
     name: str
     why: str
-    find: Callable[[ResolvedPlan, Task], Rejection | None]
+    find: Callable[[ResolvedPlan, Task], str | None]
 
 
-def find_rejection(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def find_rejection(resolved: ResolvedPlan, task: Task) -> str | None:
     """Return the first check's rejection; None if all pass."""
     return next(filter(None, (check.find(resolved, task) for check in CHECKS)), None)
+
+
+def raise_rejection(why: str | None) -> None:
+    """Raise a rejection as a ValueError; None is no rejection.
+
+    Raises:
+        ValueError: there is a rejection.
+    """
+    if why is not None:
+        raise ValueError(why)
 
 
 def _in_code(name: str) -> str:
@@ -79,12 +105,12 @@ def _in_code(name: str) -> str:
 # ---- shared memory -------------------------------------------------------------------------------------------
 
 
-def check_shared_memory(_: ResolvedPlan, task: Task) -> Rejection | None:
+def check_shared_memory(_: ResolvedPlan, task: Task) -> str | None:
     """Reject trained parameters whose memory another parameter or a buffer sees: a rank's copies would be separate."""
     return find_shared_memory(task.given_model)
 
 
-def find_shared_memory(model: nn.Module) -> Rejection | None:
+def find_shared_memory(model: nn.Module) -> str | None:
     """Reject a trained parameter that changes, in plain PyTorch, whenever another tensor of the model does.
 
     Copies of a model keep parameters that are one object, and make two tensors of two objects in the same memory. The
@@ -92,7 +118,7 @@ def find_shared_memory(model: nn.Module) -> Rejection | None:
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight = nn.Parameter(model[0].weight.data.t())
-    >>> str(find_shared_memory(model)).split(":")[0]
+    >>> find_shared_memory(model).split(":")[0]
     '1.weight and 0.weight of the model are different tensors in the same memory'
     """
     named = dict((*model.named_parameters(), *model.named_buffers()))
@@ -104,7 +130,7 @@ def find_shared_memory(model: nn.Module) -> Rejection | None:
     alike = (tensor.shape, tensor.stride()) == (other.shape, other.stride())
     tied = f"the same parameter in both places, {_in_code(where)}.{attribute} = model.get_parameter({name!r})"
     separate = f"to compute {other_name} from {name} in the forward"
-    return Rejection(
+    return (
         f"{other_name} and {name} of the model are different tensors in the same memory: in plain PyTorch an update of "
         "one changes the other, and ranks hold copies, of which each is updated by itself. What works: "
         f"{tied if isinstance(other, nn.Parameter) and alike else separate}; or a copy, if they are to be separate: "
@@ -153,13 +179,13 @@ def _extent(tensor: Tensor) -> int:
 # ---- layers --------------------------------------------------------------------------------------------------
 
 
-def check_embeddings(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_embeddings(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject embeddings with sparse gradients, and those that scale rows where several ranks look rows up."""
     mesh = resolved.mesh
     return find_wrong_embedding(task.model, shared=mesh.dp * mesh.cp * mesh.tp > 1)
 
 
-def find_wrong_embedding(model: nn.Module, *, shared: bool, local: bool = False) -> Rejection | None:
+def find_wrong_embedding(model: nn.Module, *, shared: bool, local: bool = False) -> str | None:
     """Reject embeddings whose gradients cannot be sent, or whose forward writes into rows.
 
     Args:
@@ -172,25 +198,25 @@ def find_wrong_embedding(model: nn.Module, *, shared: bool, local: bool = False)
             continue
         who, where = f"The model's {name or type(module).__name__}", _in_code(name)
         if module.sparse:
-            return Rejection(
+            return (
                 f"{who} makes sparse gradients (sparse=True), and ranks keep, sum and send dense ones. The same "
                 f"numbers without: {where}.sparse = False"
             )
         if shared and module.max_norm is not None:
-            return Rejection(
+            return (
                 f"{who} scales the rows that it looks up in its forward (max_norm={module.max_norm}), and each rank "
                 f"would scale its own rows only. Without: {where}.max_norm = None; in a loop of your own, scale all "
                 f"rows after a step: {where}.weight.data.renorm_(2, 0, {module.max_norm})"
             )
         if shared and local and module.scale_grad_by_freq:
-            return Rejection(
+            return (
                 f"{who} divides gradients by how often a row occurs in the batch (scale_grad_by_freq=True), and each "
                 f"rank would count in its own part. Without: {where}.scale_grad_by_freq = False"
             )
     return None
 
 
-def check_compiled(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_compiled(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject compiled modules where layers communicate, or parameters are gathered and freed."""
     plan = resolved.plan
     if plan.zero < 3 and plan.tp * plan.cp == 1:
@@ -205,20 +231,20 @@ def check_compiled(resolved: ResolvedPlan, task: Task) -> Rejection | None:
             works = (
                 f"Plan.zero(2, {plan.dp})" if plan.zero == 3 and plan.dp > 1 else f"Plan.ddp({plan.ranks})"
             )
-            return Rejection(
+            return (
                 f"{plan}: {name or 'the model'} is compiled (torch.compile), and {why}, which compiled code does not "
                 f"see. What works: {works}; or without torch.compile: {_in_code(name)}._orig_mod"
             )
     return None
 
 
-def check_batchnorms(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_batchnorms(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject BatchNorms whose statistics cannot be those of the whole batch, where the plan wants that."""
     plan, batches = resolved.plan, task.sizes
     divided = plan.dp > 1 or plan.microbatches > 1
     norms = batch_norms(task.model) if divided and plan.batchnorm == "sync" else {}
     if norms and plan.microbatches > 1:
-        return Rejection(
+        return (
             f"{plan}: {next(iter(norms)) or 'the model'} is a {type(next(iter(norms.values()))).__name__}, and would "
             f"take its statistics over each of {plan.microbatches} micro-batches, not over the whole batch as serial "
             "training does. What works: microbatches=1; a norm that looks at single samples, such as nn.GroupNorm; or, "
@@ -226,7 +252,7 @@ def check_batchnorms(resolved: ResolvedPlan, task: Task) -> Rejection | None:
         )
     for name, norm in norms.items():
         if has_own_forward(norm):
-            return Rejection(
+            return (
                 f"{plan}: the statistics of BatchNorms are to be over the whole batch, and {name} is a "
                 f"{type(norm).__name__}, whose forward is its own and sees its rank's share only. Either "
                 "batchnorm='local' in the Plan, each rank's own statistics, or one of torch.nn's in its place."
@@ -235,9 +261,9 @@ def check_batchnorms(resolved: ResolvedPlan, task: Task) -> Rejection | None:
     i = min(range(len(sizes)), key=lambda i: sizes[i])
     if norms and sizes[i] < plan.dp:
         first = next(iter(norms))
-        whole = isinstance(batches, WholeBatches) or not i
+        whole = task.listed or not i
         instead = "" if whole else " (drop_last=True in mk.Batches leaves it out)"
-        return Rejection(
+        return (
             f"{plan}: the {plan.dp} ranks take statistics over the whole batch for {first or 'the model'}, and "
             f"of a batch of {sizes[i]}{instead} some rank has no sample. Take "
             f"batches of {plan.dp} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
@@ -269,20 +295,20 @@ def check_global_hooks() -> None:
         )
 
 
-def check_gradient_hooks(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_gradient_hooks(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject hooks on gradients that are multiplied by a loss scale."""
     hooks = [*parameter_hooks(task.given_model), *backward_hooks(task.given_model)]
     if not hooks or resolved.plan.precision != "fp16":
         return None
     said = str(hooks[0])
-    return Rejection(
+    return (
         f"{resolved.plan}: {said} would see gradients that are multiplied by the loss scale, some 2**16 times as large "
         "as in training without it. What works: precision='bf16', which has no scale; no such hook; max_grad_norm=1.0 "
         "in train(), which clips by the norm of all gradients; or an optimizer whose step changes gradients"
     )
 
 
-def check_state_hooks(_: ResolvedPlan, task: Task) -> Rejection | None:
+def check_state_hooks(_: ResolvedPlan, task: Task) -> str | None:
     """Reject hooks that add, rename, drop or replace entries of the model's state dict."""
     model = task.model
     hooks = [
@@ -304,7 +330,7 @@ def check_state_hooks(_: ResolvedPlan, task: Task) -> Rejection | None:
     if not changed:
         return None
     where, function = hooks[0]
-    return Rejection(
+    return (
         f"The state-dict hook {hook_name(function)} of {where or 'the model'} changes entries of the state dict "
         f"({', '.join(sorted(changed)[:3])}), which ranks give by the names and in the shapes of parameters and "
         "buffers. What works: take the hook away (handle.remove()), and change the result: run.state_dict()"
@@ -314,7 +340,7 @@ def check_state_hooks(_: ResolvedPlan, task: Task) -> Rejection | None:
 # ---- outputs and loss ----------------------------------------------------------------------------------------
 
 
-def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> Rejection | None:
+def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> str | None:
     """Reject outputs that rank 0 cannot gather (DP), since they are no tensors whose first dimension is the batch."""
     plan = resolved.plan
     if plan.dp == 1 or plan.data_parallel != "dp":
@@ -324,7 +350,7 @@ def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> Rejection | None:
         samples, output = key[0][1][0], layers[-2].output
         if output is None or any(spec.shape[:1] != (samples,) for spec in output.specs):
             made = "neither a tensor nor a tuple of tensors" if output is None else f"{output}"
-            return Rejection(
+            return (
                 f"{plan}: DP gathers the outputs of all ranks in their first dimension, which has to be the batch, and "
                 f"of {samples} sample{'s' * (samples > 1)} the model makes {made}. Either let it return a tensor "
                 f"(batch, ...) or a tuple of such, or Plan.ddp({plan.dp}), which gathers none."
@@ -332,18 +358,18 @@ def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> Rejection | None:
     return None
 
 
-def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject losses of the whole batch where a rank does not see all of it at once."""
     plan = resolved.plan
-    if not isinstance(task.given_loss, WholeBatchLoss):
+    if not isinstance(task.loss, WholeBatchLoss):
         return None
     if plan.microbatches > 1:
-        return Rejection(
+        return (
             f"{plan}: mk.whole_batch_loss needs all samples at once, and of {plan.microbatches} micro-batches the "
             "first ones are over before the last one begins: microbatches=1 in the Plan (schedule='naive')."
         )
     if plan.cp > 1:
-        return Rejection(
+        return (
             f"{plan}: mk.whole_batch_loss gathers samples, and with cp={plan.cp} each rank has a part of every "
             f"sequence: cp=1, as in mk.Plan.ddp({plan.ranks})."
         )
@@ -353,14 +379,12 @@ def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> Rejection | No
 # ---- experts -------------------------------------------------------------------------------------------------
 
 
-def check_balanced_routing(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_balanced_routing(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject plans under which an expert's capacity or a router's losses would not be those of the whole batch."""
     for name, layer in find_balanced(task.model).items():
         for why, works in _obstacles(layer, resolved, task):
             given = ", ".join(f"{key}={value}" for key, value in layer.balance_options.items())
-            return Rejection(
-                f"{resolved.plan}: {name or 'the layer'} has {given}, and {why}. What works: {works}"
-            )
+            return f"{resolved.plan}: {name or 'the layer'} has {given}, and {why}. What works: {works}"
     return None
 
 
@@ -389,8 +413,7 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
             call_of(plan, whole | (naive if plan.pp > 1 else {})),
         )
     # ---- both losses: their gradients are those of a mean over tokens, and so has to be the loss of the outputs
-    counts = task.form is not None and task.form.nominal is not None
-    if counts and (layer.aux_loss or layer.z_loss):
+    if task.counts and (layer.aux_loss or layer.z_loss):
         yield (
             "the gradients of a router's losses are those of a mean over tokens, but those of the outputs' loss "
             "(total, count) are divided by a count that is known after the last forward",

@@ -21,7 +21,6 @@ from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tens
 from mpkit.strategies.loss.counted import INDEXED, MeanLoss, Quotient, SummedMeans, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.prepare.task import LossForm, Rejection, Task
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 
 __all__ = ["OneMean", "copy_loss", "find_loss_form", "find_mean"]
@@ -101,22 +100,25 @@ def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     return OneMean(False, given["ignore_index"] if given["weight"] is None else None, place)
 
 
-def find_loss_form(task: Task, mean: OneMean | None, *, at_once: bool) -> LossForm:
+def find_loss_form(
+    loss: Loss, batches: Any, batch: tuple[Value, Value], mean: OneMean | None, *, pairs: bool, at_once: bool
+) -> tuple[Loss, float | None]:
     """Return the loss as ranks call it, and the number near the count of a batch by which they divide totals.
 
     Args:
+        loss: the loss as it was given; `mean`: what is known of it.
+        batches: what each step takes; `batch`: the first one.
+        pairs: whether it returned (total, count) in the dry run.
         at_once: whether one rank computes the loss of all samples of a batch at once.
     """
-    loss, pairs = task.given_loss, task.loss.count is not None  # it returned (total, count) in the dry run
     if at_once:
-        return LossForm(loss.fn if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss, None)
-    targets = leaves(task.batch[1])
-    counted = max((leaf.numel() for leaf in targets), default=batch_size(task.batch[0]))
+        return (loss.fn if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss), None
+    counted = max((leaf.numel() for leaf in leaves(batch[1])), default=batch_size(batch[0]))
     if pairs or isinstance(loss, MeanLoss):
-        return LossForm(loss, nominal_count(counted))
-    if mean is None or mean.is_over_samples(task.batches):
-        return LossForm(loss, None)
-    return LossForm(MeanLoss(loss), nominal_count(counted))
+        return loss, nominal_count(counted)
+    if mean is None or mean.is_over_samples(batches):
+        return loss, None
+    return MeanLoss(loss), nominal_count(counted)
 
 
 def _place(target: Any, targets: Value) -> int | None:
@@ -137,12 +139,12 @@ def copy_loss(loss: Loss) -> Loss:
     """Return a copy of the loss as a rank receives it, so that what the original remembers does not change.
 
     Raises:
-        Rejection: it cannot be sent to a rank.
+        ValueError: it cannot be sent to a rank.
     """
     try:
         copy: Loss = pickle.loads(dumps(loss))
     except Exception as error:
-        raise Rejection(
+        raise ValueError(
             f"The loss cannot be sent to the ranks: {one_line(error)}. Locks, open files, generators and the like "
             "belong to this process: make them when the loss is first called, or leave them out (__getstate__)."
         ) from None

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from mpkit.strategies.models.hooks import hook_name, hooks_on
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.prepare.arguments import ADAM, a_kind_of
 from mpkit.strategies.prepare.isolation import quiet
-from mpkit.strategies.prepare.task import OptimizerTraits, Rejection, Task
 from mpkit.strategies.update.optimizer import (
     Average,
     OptimizerFunction,
@@ -52,7 +51,7 @@ from mpkit.strategies.update.optimizer import (
     trained_parameters,
 )
 
-__all__ = ["ELEMENTWISE", "create_optimizer", "examine_optimizer", "is_elementwise"]
+__all__ = ["ELEMENTWISE", "OptimizerTraits", "create_optimizer", "examine_optimizer", "is_elementwise"]
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
@@ -76,37 +75,57 @@ ENOUGH = 2**17
 """Elements of the largest model whose optimizer takes its step in the model's own shapes."""
 
 
-def examine_optimizer(plan: Plan, task: Task) -> OptimizerTraits:
+class OptimizerTraits(NamedTuple):
+    """What is known about an optimizer before the ranks start.
+
+    Attributes:
+        kind: the name of its class.
+        states: the names of its states; empty if no checkpoint needs them.
+        whole: whether ZeRO-1 gives each parameter whole to one rank, since it may change an element by the others.
+    """
+
+    kind: str = ""
+    states: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def examine_optimizer(
+    optimizer: Any, model: nn.Module, given: nn.Module, plan: Plan, *, scheduled: bool, saves: bool
+) -> OptimizerTraits:
     """Return what is known about the optimizer of a training.
 
+    Args:
+        optimizer: as in `Cluster.train`.
+        model: the whole model, as it is sent to the ranks; `given`: the same, as the user has it.
+        plan: which parts of a parameter ranks update.
+        scheduled: whether there is an lr_schedule; `saves`: whether there are checkpoints.
+
     Raises:
-        Rejection: it cannot be made, a rank would give it parts that it may not treat as parts, or a checkpoint would
+        ValueError: it cannot be made, a rank would give it parts that it may not treat as parts, or a checkpoint would
             not have all that it keeps.
     """
     # Numbers are needed here, even where a rank is simulated without them.
     with quiet(), _disable_current_modes():
         once = plan.ranks == 1 and plan.microbatches == 1
-        made = create_optimizer(
-            task.optimizer, task.model, task.given_model, scheduled=task.scheduled, once=once
-        )
+        made = create_optimizer(optimizer, model, given, scheduled=scheduled, once=once)
         if made is None:
             return OptimizerTraits()
-        function = describe_optimizer(task.optimizer)
+        function = describe_optimizer(optimizer)
         alone = is_elementwise(made) or function.elementwise
         if not alone and (plan.zero > 1 or plan.tp > 1 or plan.ep > 1):
             raise _not_known(made, plan)
         traits = OptimizerTraits(kind_of(made), whole=plan.zero == 1 and not alone)
-        if not task.saves:
+        if not saves:
             return traits
-        states, elsewhere = _step_twice(function, trained_parameters(task.model)[0])
+        states, elsewhere = _step_twice(function, trained_parameters(model)[0])
     if elsewhere:
-        raise Rejection(
+        raise ValueError(
             f"optimizer: {traits.kind} changes {elsewhere} from step to step, and a checkpoint has the state of each "
             "parameter (optimizer.state[parameter]) and nothing else: what goes on from it would differ. What works: "
             "no checkpoint_every, checkpoint_dir and resume_from; or an optimizer that keeps its counts there, such as "
             "torch.optim.AdamW"
         )
-    return replace(traits, states=states)
+    return traits._replace(states=states)
 
 
 def is_elementwise(made: torch.optim.Optimizer) -> bool:
@@ -123,7 +142,7 @@ def is_elementwise(made: torch.optim.Optimizer) -> bool:
     return type(made) in ELEMENTWISE and "step" not in vars(made)
 
 
-def _not_known(made: torch.optim.Optimizer, plan: Plan) -> Rejection:
+def _not_known(made: torch.optim.Optimizer, plan: Plan) -> ValueError:
     kind = kind_of(made)
     who = (
         "ZeRO gives each rank a part of a parameter's elements, in one dimension" if plan.zero
@@ -133,7 +152,7 @@ def _not_known(made: torch.optim.Optimizer, plan: Plan) -> Rejection:
     owned = ""
     if plan.tp == plan.ep == 1:
         owned = f"each parameter whole on one rank: {replace(plan, zero=1, offload='none')}; or "
-    return Rejection(
+    return ValueError(
         f"optimizer: {kind} with {plan}: {who}, and {kind} is not known to change each element by that element's own "
         "gradient and state alone. If it does, say so: optimizer=mk.optimizer.elementwise(the function). If it does "
         f"not: an optimizer of PyTorch's that does, {ADAM}; or {owned}whole parameters on every rank: "
@@ -156,17 +175,17 @@ def create_optimizer(
         once: whether a step is a single backward on one rank, so that a hook on a parameter sees its gradient.
 
     Raises:
-        Rejection: the function does not return a usable optimizer.
+        ValueError: the function does not return a usable optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        raise Rejection(
+        raise ValueError(
             f"optimizer is an optimizer already, {kind}, and holds the parameters of your copy of the model. Each rank "
             f"makes its own, for its part: optimizer=lambda params: torch.optim.{kind}(params, lr="
             f"{optimizer.param_groups[0].get('lr', 1e-3)})"
         )
     if not callable(optimizer):
-        raise Rejection(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
+        raise ValueError(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
     _check_global_hooks()
     whole, _ = trained_parameters(model)
     if not whole:
@@ -185,18 +204,18 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
         made = function.make_optimizer(params)
     except Exception as error:
         hint = "" if function.by_name else "; mk.optimizer.by_name(function) gives it (name, parameter) pairs"
-        raise Rejection(
+        raise ValueError(
             f"optimizer({given}) failed for the model's {len(params)} parameters: {one_line(error)}. It is called on "
             f"every rank with a list of all parameters that are trained, in the model's order: {ADAM}{hint}"
         ) from None
     if not isinstance(made, torch.optim.Optimizer):
-        raise Rejection(
+        raise ValueError(
             f"optimizer({given}) gave {a_kind_of(made)}; it gives a torch.optim.Optimizer of the parameters, or a "
             f"list of several: {ADAM}"
         )
     lacking = [name for name in ("param_groups", "state") if not hasattr(made, name)]
     if lacking:
-        raise Rejection(
+        raise ValueError(
             f"optimizer({given}) gave {type(made).__name__} without {' and '.join(lacking)}, of which ranks make its "
             f"part and checkpoints: its __init__ calls super().__init__(params, defaults), as {ADAM[10:]} does."
         )
@@ -208,25 +227,25 @@ def _check_made(
 ) -> None:
     kind = kind_of(made)
     if any(isinstance(each, torch.optim.LBFGS) for each in parts_of(made)):
-        raise Rejection(
+        raise ValueError(
             "optimizer: LBFGS computes the loss anew within its step, which a step split over ranks cannot; "
             f"one that takes a step from the gradients works: {ADAM}"
         )
     given = {id(p) for p in params.values()}
     taken = {id(p) for group in made.param_groups for p in group["params"]}
     if not taken <= given:
-        raise Rejection(
+        raise ValueError(
             "optimizer(params) made an optimizer of other parameters than those it was called with (of your copy "
             f"of the model, perhaps); it has to use its argument: {ADAM}"
         )
     if scheduled and any("lr" not in group for group in made.param_groups):
-        raise Rejection(
+        raise ValueError(
             f"lr_schedule with {kind}: a group of it has no 'lr' for the schedule to multiply. Either without "
             f"lr_schedule, or an optimizer with a learning rate: {ADAM}"
         )
     hooks = [] if once else hooks_on(params)
     if hooks:
-        raise Rejection(
+        raise ValueError(
             f"optimizer(params) registers {hooks[0]}, which would see the "
             "gradients of a rank's micro-batches and not that of the whole batch. What works: Plan.serial(); or an "
             "optimizer whose step does it, to gradients that are complete; max_grad_norm=1.0 clips by norm."
@@ -238,7 +257,7 @@ def _check_global_hooks() -> None:
         for hook in hooks.values():
             if str(getattr(hook, "__module__", "")).startswith("mpkit."):
                 continue  # a wrapper's, in a rank
-            raise Rejection(
+            raise ValueError(
                 f"A hook on all optimizers ({hook_name(hook)}, by register_optimizer_step_pre_hook or _post_hook) is "
                 "set in this process, and ranks are processes of their own, without it. Register it on the optimizer, "
                 "within the optimizer function: made.register_step_pre_hook(hook); and take this one away: "
@@ -302,7 +321,7 @@ def _check_grouped(
         stand_ins: the stand-ins of the trained parameters.
 
     Raises:
-        Rejection: some of a parameter's options differ.
+        ValueError: some of a parameter's options differ.
     """
     every = dict(given.named_parameters())
     if any(p.is_meta or isinstance(p.data, FakeTensor) for p in every.values()):
@@ -326,7 +345,7 @@ def _check_grouped(
                 "looks at what a rank's parameters do not have when it is called: values (p.norm()), or id(p), a "
                 "number that is another in each process"
             )  # fmt: skip
-            raise Rejection(
+            raise ValueError(
                 f"optimizer: {name} has {_of_group(here, name)} in a loop with the model's own parameters, and "
                 f"{_of_group(there, name)} on a rank: the function {looks}. What works: to group by name, "
                 "optimizer=mk.optimizer.by_name(lambda named: ...); by shape (p.ndim); by an attribute of the "
@@ -378,7 +397,7 @@ def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tup
     """Return the names of an optimizer's states after two steps on small numbers, and what else these changed.
 
     Raises:
-        Rejection: the step fails.
+        ValueError: the step fails.
     """
     large = sum(prod(w.shape) for w in whole) > ENOUGH
     small = [w._replace(shape=tuple(min(n, 8) for n in w.shape)) if large else w for w in whole]
@@ -392,7 +411,7 @@ def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tup
                 part.parameter.grad = torch.full_like(part.parameter, 0.1)
             made.step()
     except Exception as error:
-        raise Rejection(
+        raise ValueError(
             f"optimizer: what a checkpoint has to keep of {kind_of(made)} is seen in a step on parameters and "
             f"gradients like the model's, which fails: {one_line(error)}. Ranks call step() without arguments. What "
             f"works: no checkpoint_every, checkpoint_dir and resume_from; or {ADAM}"

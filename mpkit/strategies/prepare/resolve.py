@@ -67,8 +67,30 @@ def resolve(
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
     if plan.data_parallel == "dp":  # rank 0 computes the loss of the whole, and evaluates by itself
         shapes |= one_of_each_shape(sizes, plan.microbatches, 1)
+
     # ---- local
-    copies = local_copies(model, plan, schedule)
+    def copy_for(place: int) -> LocalCopy:
+        """Return the model as the rank at this place along tp holds it, at place 0 along cp and ep."""
+        tp = FakeGroup(plan.tp, place)
+
+        def group_of(axis: str) -> FakeGroup:
+            return tp if axis == "tp" else FakeGroup(plan.mesh.degree(axis))
+
+        local, sharded = model, ShardedModel()
+        if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
+            # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
+            local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+            sharded = localize(local, plan, schedule, group_of)
+        cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+        return LocalCopy(local, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
+
+    copies = [copy_for(0)]
+    if plan.tp > 1:
+        last = copy_for(plan.tp - 1)
+        if copies[0].shapes == last.shapes:  # then one copy serves all places
+            last.free()
+        else:
+            copies += [*map(copy_for, range(1, plan.tp - 1)), last]
     # ---- observation
     sends = _LossSends(loss, copies[0])
     numbers = [
@@ -135,37 +157,6 @@ class LocalCopy:
         """
         for name in self.sharded.shards:
             self.model.get_parameter(name).data = torch.empty(0)
-
-
-def local_copies(model: nn.Module, plan: Plan, schedule: Schedule) -> list[LocalCopy]:
-    """Return the model as the ranks along tp hold it, at place 0 along cp and ep; one copy if all hold the same shapes.
-
-    Raises:
-        ValueError: layers cannot be divided among so many ranks.
-    """
-
-    def copy_for(place: int) -> LocalCopy:
-        tp = FakeGroup(plan.tp, place)
-
-        def group_of(axis: str) -> FakeGroup:
-            return tp if axis == "tp" else FakeGroup(plan.mesh.degree(axis))
-
-        local, sharded = model, ShardedModel()
-        if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
-            # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
-            local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-            sharded = localize(local, plan, schedule, group_of)
-        cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-        return LocalCopy(local, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
-
-    first = copy_for(0)
-    if plan.tp == 1:
-        return [first]
-    last = copy_for(plan.tp - 1)
-    if first.shapes == last.shapes:
-        last.free()
-        return [first]
-    return [first, *map(copy_for, range(1, plan.tp - 1)), last]
 
 
 class _LossSends:

@@ -17,7 +17,7 @@ from torch import nn
 from mpkit.strategies.checkpoint.files import PARTIAL, CheckpointSaving, Resume, candidates, read_head
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
 from mpkit.strategies.checkpoint.parts import SavedParts, check_told
-from mpkit.strategies.prepare.task import OptimizerTraits
+from mpkit.strategies.prepare.optimizer import OptimizerTraits
 
 __all__ = ["check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
 

@@ -2,7 +2,7 @@
 
     forward     runs with its graph; in place of each tensor that autograd saves, it keeps an empty `Saved`
     again       when the backward asks for the first of them, the call runs once more: with the same random numbers,
-                autocast, buffers and attributes. What is saved this time fills the places
+                autocast and buffers. What is saved this time fills the places
     free        a node that has run drops its place, and so its tensor; I and W of a split backward share one second run
 
 Gradients arrive once per backward, and hooks outside of the call run once. Three things are recomputed in this way:
@@ -30,14 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.plan.kinds import every
 from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.partition.graph import PartitionedModel
-from mpkit.strategies.stage.starting_point import Setting, StartingPoint, WrittenState
+from mpkit.strategies.stage.starting_point import Buffers, Setting, WrittenState
 from mpkit.trace import Kind
 from mpkit.trace.record.memory import PackedTensor
 from mpkit.trace.record.recorder import Recorder
@@ -53,9 +52,6 @@ __all__ = [
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
-
-PART = 2**16
-"""The elements of two forwards' outputs that are compared at a time."""
 
 
 # ---------------------------------------------------------------- a call
@@ -82,7 +78,7 @@ class RecomputedCall:
         run: the function, with its inputs.
         record: the rank's recorder; None: nothing is recorded.
         again: the same for the second time; None: as the first time.
-        state: the buffers and attributes that the second run must find and leave as they are.
+        state: the buffers that the second run must find and leave as they are.
         setting: what the forward depends on besides its inputs and its module.
         who: whose call it is, for errors.
 
@@ -105,7 +101,7 @@ class RecomputedCall:
     ) -> None:
         self._first, self._again = run, again or run
         self._record, self._state, self._setting, self._who = record, state, setting, who
-        self._start: StartingPoint | None = None
+        self._start: Buffers = {}
         self._places: list[ref[Saved]] = []
         self._shapes: list[torch.Size] = []
         self.is_done = False  # whether it has run again
@@ -115,10 +111,10 @@ class RecomputedCall:
         """Run the function, and keep nothing that its backward needs but its inputs."""
         run = self._first
         del self._first
-        with (
-            self._state.first() if self._state is not None else nullcontext() as self._start,
-            saved_tensors_hooks(self._pack, self._unpack),
-        ):
+        begin: AbstractContextManager[Buffers] = (
+            nullcontext({}) if self._state is None else self._state.first()
+        )
+        with begin as self._start, saved_tensors_hooks(self._pack, self._unpack):
             result = run()
         self._is_running = False
         return result
@@ -154,27 +150,22 @@ class RecomputedCall:
         with (
             torch.enable_grad(),
             self._setting.restore() if self._setting is not None else nullcontext(),
-            self._start.begin_again() if self._start is not None else nullcontext(),
+            self._state.begin_again(self._start) if self._state is not None else nullcontext(),
             saved_tensors_hooks(pack, PackedTensor.unpack),
         ):
             self._again()
         if [packed.shape for packed in made] != self._shapes:
-            raise computed_something_else(self._who)
+            raise MpkitError(
+                f"{self._who} computed something else when its forward was done again for its backward: it keeps "
+                "something from call to call, such as a cache or a counter. Keep all activations, "
+                "Plan(recompute='none'), or only attentions, Plan(recompute='selective')"
+            )
         for place, packed in zip(self._places, made, strict=True):
             if (saved := place()) is not None:
                 saved.content = packed
         self.is_done = True
         self._places.clear()
         del self._again, self._start  # with the inputs
-
-
-def computed_something_else(who: str) -> MpkitError:
-    """Return the error for a call that did something else when it ran again."""
-    return MpkitError(
-        f"{who} computed something else when its forward was done again for its backward: it keeps something from "
-        "call to call, such as a cache, a counter or random numbers that are not torch's. Keep all activations, "
-        "Plan(recompute='none'), or only attentions, Plan(recompute='selective')"
-    )
 
 
 # ---------------------------------------------------------------- blocks
@@ -208,9 +199,6 @@ class RecomputedBlock:
         self.name, self.block = name, block
         self.scope: RecomputeScope | None = None
         self._state = WrittenState(block)
-        # Whether it writes into its inputs; at first, whether it may: then the second forward gets copies.
-        self._writes = any(getattr(module, "inplace", False) for module in block.modules())
-        self._checked: set[Any] = set()  # structures for which the second forward was compared
         block.forward = self._wrap(block.forward)  # within its hooks, which run once
 
     @property
@@ -231,26 +219,25 @@ class RecomputedBlock:
         record = scope.record
         leaves, shape = flatten((args, kwargs))
         given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = (
-            [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            if self._writes
-            else leaves
-        )
         stage, m, _ = record.place()
-        first: list[tuple[Tensor, int]] = []
+
+        def check_unwritten(who: str) -> None:
+            if any(tensor._version != version for tensor, version in given):
+                raise MpkitError(
+                    f"{self._who}: {who} writes into its input, which recompute= needs for the second forward. Write "
+                    "x = x + y for x += y, and inplace=False; or Plan(recompute='selective')"
+                )
 
         def again() -> None:
-            if not self._writes and any(tensor._version != version for tensor, version in given):
-                raise self._writes_into_input("a layer after it")
+            check_unwritten("a layer after it")
             flops, nbytes = scope.costs(self.name)
             op = record.begin(
                 Kind.RECOMPUTE, self.name, stage=stage, microbatch=m, flops=flops, nbytes=nbytes
             )
+            again_args, again_kwargs = rebuild(shape, leaves)  # in new containers: a block may change those
             with scope.modes():
-                again_args, again_kwargs = rebuild(shape, inputs)
-                result = inner(*again_args, **again_kwargs)
+                inner(*again_args, **again_kwargs)
             record.end(op)
-            self._check(key, first, _tensors(result))
 
         setting = Setting.now([tensor for tensor, _ in given], scope.draws)
         call = RecomputedCall(
@@ -258,55 +245,11 @@ class RecomputedBlock:
             again=again, state=self._state, setting=setting, who=self._who,
         )  # fmt: skip
         result = call()
-        self._writes = self._wrote(given)
-        if not self._writes:
-            inputs = leaves
-        made = _tensors(result)
-        key = str(shape), len(made)
-        if key not in self._checked and not any(isinstance(tensor, FakeTensor) for tensor in made):
-            first += [(tensor.detach(), tensor._version) for tensor in made]
-        for tensor in (*_tensors(inputs), *made):
-            record.ledger.track(tensor, "activations")
+        check_unwritten("it")
+        for leaf in (*leaves, *flatten(result)[0]):
+            if isinstance(leaf, Tensor):
+                record.ledger.track(leaf, "activations")
         return result
-
-    def _wrote(self, given: list[tuple[Tensor, int]]) -> bool:
-        """Return whether the forward wrote into its inputs, of which it has copies if a module works in place."""
-        wrote = any(tensor._version != version for tensor, version in given)
-        if wrote and not self._writes:
-            raise self._writes_into_input("it")
-        return wrote
-
-    def _writes_into_input(self, who: str) -> MpkitError:
-        return MpkitError(
-            f"{self._who}: {who} writes into its input, which recompute= needs for the second forward. Write "
-            "x = x + y for x += y, and inplace=False; or Plan(recompute='selective')"
-        )
-
-    def _check(self, key: Any, before: list[tuple[Tensor, int]], after: list[Tensor]) -> None:
-        """Check, once per structure, that the second forward gives what the first did.
-
-        An output that a later layer has overwritten (a ReLU that works in place) cannot be compared any more.
-        """
-        self._checked.add(key)
-        if before and not (
-            len(before) == len(after)
-            and all(
-                one.shape == other.shape and (one._version != version or _are_close(one, other))
-                for (one, version), other in zip(before, after, strict=True)
-            )
-        ):
-            raise computed_something_else(self._who)
-        before.clear()
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Compare two tensors of a shape in parts: a comparison of the whole takes several times its memory."""
-    parts = zip(one.reshape(-1).split(PART), other.reshape(-1).split(PART), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-2, atol=1e-5, equal_nan=True) for a, b in parts)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _without_caches(

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.strategies.models.nested_values import REGISTER, flatten, tensors_inside
-from mpkit.strategies.prepare.checks import find_wrong_embedding
-from mpkit.strategies.prepare.task import raise_rejection
+from mpkit.strategies.prepare.checks import find_wrong_embedding, raise_rejection
 from mpkit.strategies.proof.backwards import ModuleBackwards
 from mpkit.strategies.proof.ranks import HeldTensors
 from mpkit.strategies.replicas.ddp import DDP

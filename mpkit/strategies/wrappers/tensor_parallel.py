@@ -18,8 +18,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.fake_group import FakeGroup
-from mpkit.strategies.prepare.checks import find_shared_memory, find_wrong_embedding
-from mpkit.strategies.prepare.task import raise_rejection
+from mpkit.strategies.prepare.checks import find_shared_memory, find_wrong_embedding, raise_rejection
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks
 from mpkit.strategies.proof.whole_step import Elements
