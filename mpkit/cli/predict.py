@@ -175,7 +175,7 @@ def plan_of(words: str, devices: int, per_node: int = 8) -> Any:
     >>> plan_of("zero1+tp4+pp2+m8", 16), plan_of("pp4+zb_h1", 4).schedule
     (Plan(pp=2, dp=2, tp=4, schedule='1f1b', microbatches=8, zero=1), 'zb_h1')
     >>> plan_of("tp2+hsdp", 16)
-    Plan(dp=8, tp=2, zero=3, dp_shard=4, dp_replicate=2)
+    Plan(dp=8, tp=2, zero=3, dp_shard=4)
     """
     from mpkit.plan.plan import Plan
     from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B

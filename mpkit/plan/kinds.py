@@ -164,7 +164,6 @@ KINDS: dict[str, Kind] = {
     "microbatches": _degree(8),
     "virtual_stages": _degree(1),
     "dp_shard": _degree(4, optional=True),
-    "dp_replicate": _degree(4, optional=True),
     "recompute": Kind(_read_recompute, _says_recompute),
     "data_parallel": _choice("ddp", "dp"),
     "offload": _choice("none", "optimizer", "params"),

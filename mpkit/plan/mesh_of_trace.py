@@ -23,12 +23,10 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     """
     try:
         plan = json.loads(meta["plan"])
-        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
-        mesh = Mesh(
-            **degrees,
-            etp=plan.get("etp") or 0,
-        )
-    except (KeyError, ValueError, TypeError, AttributeError):
+        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "ep")}
+        groups = degrees["dp"] // int(plan.get("dp_shard") or degrees["dp"])
+        mesh = Mesh(**degrees, dp_replicate=groups, etp=plan.get("etp") or 0)
+    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
     return mesh if mesh.size == ranks else None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
-from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors, check_degrees, with_options
+from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.rules import call_of, check_plan, own_schedule
 from mpkit.plan.schedule import Schedule, build_schedule
@@ -26,7 +26,7 @@ from mpkit.plan.words import describe
 
 if TYPE_CHECKING:
     from mpkit.plan.config import Config
-    from mpkit.plan.schedule.read import Source
+    from mpkit.plan.schedule.core import Source
 
 __all__ = ["Plan"]
 
@@ -50,8 +50,8 @@ class Plan(metaclass=NamedConstructors):
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
         data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
         zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
-        dp_shard, dp_replicate: hybrid sharding (HSDP): ZeRO shards within groups of dp_shard replicas, such as those of
-            a node, of which there are dp_replicate; dp is their product. None: among all replicas.
+        dp_shard: hybrid sharding (HSDP): ZeRO shards within groups of dp_shard replicas, such as those of a node. None:
+            among all replicas.
         offload: what is kept on the host: "none", "optimizer" (its states and step), or also "params".
         precision: "full" keeps the model's dtype; "bf16" and "fp16" compute in 16 bits, with fp32 master weights.
         bucket_mb: MiB of gradients that DDP and ZeRO reduce at once.
@@ -104,7 +104,6 @@ class Plan(metaclass=NamedConstructors):
     sequence_parallel: bool = False
     tensor: TensorPlan | None = None
     dp_shard: int | None = None
-    dp_replicate: int | None = None
     cp_method: str = "ring"
     ep: int = 1
     etp: int | None = None
@@ -122,8 +121,7 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.serial().ranks
         1
         """
-        check_degrees("Plan.serial(microbatches=4)", microbatches=microbatches)
-        return with_options(cls, options, schedule=NAIVE, microbatches=microbatches)
+        return cls(schedule=NAIVE, microbatches=microbatches, **options)
 
     @classmethod
     @answers("Plan.naive_mp(stages=4)", keywords)
@@ -133,8 +131,7 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
         """
-        check_degrees("Plan.naive_mp(stages=4)", stages=stages)
-        return with_options(cls, options, pp=stages, schedule=NAIVE)
+        return cls(pp=stages, schedule=NAIVE, **options)
 
     @classmethod
     @answers("Plan.gpipe(stages=4, microbatches=8)", keywords)
@@ -144,8 +141,7 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
-        check_degrees("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
-        return with_options(cls, options, pp=stages, schedule=GPIPE, microbatches=microbatches)
+        return cls(pp=stages, schedule=GPIPE, microbatches=microbatches, **options)
 
     @classmethod
     @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', keywords)
@@ -155,10 +151,7 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
         Fraction(3, 19)
         """
-        check_degrees(
-            'Plan.pipeline("1f1b", ranks=4, microbatches=8)', ranks=ranks, microbatches=microbatches
-        )
-        return with_options(cls, options, schedule=schedule, pp=ranks, microbatches=microbatches)
+        return cls(schedule=schedule, pp=ranks, microbatches=microbatches, **options)
 
     @classmethod
     @answers("Plan.ddp(replicas=4)", keywords)
@@ -171,8 +164,7 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
         """
-        check_degrees("Plan.ddp(replicas=4)", replicas=replicas)
-        return with_options(cls, options, dp=replicas)
+        return cls(dp=replicas, **options)
 
     @classmethod
     @answers('Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])', keywords)
@@ -185,7 +177,7 @@ class Plan(metaclass=NamedConstructors):
         2
         """
         own = own_schedule(schedule, pp, microbatches)
-        return with_options(cls, options, schedule=own, pp=own.ranks, microbatches=own.microbatches)
+        return cls(schedule=own, pp=own.ranks, microbatches=own.microbatches, **options)
 
     # ------------------------------------------------------------ what follows from it
 
@@ -197,14 +189,14 @@ class Plan(metaclass=NamedConstructors):
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        groups = self.dp_replicate or 1
+        groups = self.dp // self.dp_shard if self.dp_shard else 1
         return Mesh(self.pp, self.dp, self.cp, self.tp, groups, self.ep, etp=self.etp or 0)
 
     @property
     def shards(self) -> int:
         """The number of ranks among which ZeRO shards what they would all hold: dp_shard x cp.
 
-        >>> Plan.zero(3, 8).shards, Plan.zero(3, 8, dp_replicate=2).shards
+        >>> Plan.zero(3, 8).shards, Plan.zero(3, 8, dp_shard=4).shards
         (8, 4)
         """
         return self.mesh.dp_shard * self.cp
@@ -337,6 +329,7 @@ class Plan(metaclass=NamedConstructors):
                 f"This is no plan in JSON ({error}): {str(text)[:80]!r}. "
                 f"Plan.to_json writes one, such as {cls.gpipe(4, 8).to_json()}"
             ) from None
+        values.pop("dp_replicate", None)  # which older files say beside dp and dp_shard
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:

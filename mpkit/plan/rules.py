@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from mpkit.plan.kinds import CONTIGUOUS, KINDS, MOST, Change, Parts, whole
 from mpkit.plan.schedule import Schedule, validate
 from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
-from mpkit.plan.schedule.read import as_list
+from mpkit.plan.schedule.core import as_list
 from mpkit.plan.synonyms import schedules
 
 __all__ = ["call_of", "change_plan", "check_plan", "own_schedule"]
@@ -76,33 +76,23 @@ def _that_works(plan: Any, change: Change) -> str:
 
 
 def _complete_groups(plan: Any) -> Parts | None:
-    """Set dp, dp_shard and dp_replicate, of which any two determine the third; without hybrid sharding both are "
-    "None.
-    """
-    given = {name: getattr(plan, name) for name in ("dp", "dp_shard", "dp_replicate")}
-    dp, shard, replicate = given.values()
-    if shard is None and replicate is None:
+    """Check dp_shard, which divides dp; where that is one group, there is no hybrid sharding."""
+    dp, shard = plan.dp, plan.dp_shard
+    if shard is None:
         return None
-    if dp == 1:
-        dp = (shard or 1) * (replicate or 1)
-    shard = shard or max(dp // (replicate or 1), 1)
-    replicate = replicate or max(dp // shard, 1)
-    if shard * replicate != dp:
-        said = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    if dp % shard:
         return (
-            f"Plan({said}): dp replicas are dp_replicate groups of dp_shard, and dp is the product of the two, such "
-            "as ", {"dp": shard * replicate, "dp_shard": shard, "dp_replicate": replicate},
+            f"Plan(dp={dp}, dp_shard={shard}): the dp replicas are groups of dp_shard, of which dp is a multiple, such "
+            "as ",
+            {"dp": shard * max(dp // shard, 2)} if shard < 1000 else {"dp_shard": None},
         )  # fmt: skip
-    if shard * plan.cp == 1 and replicate > 1 and plan.zero:  # ranks along cp hold the same weights too
-        among_all = {"dp": replicate, "dp_shard": None, "dp_replicate": None}
+    if shard * plan.cp == 1 and dp > 1 and plan.zero:  # ranks along cp hold the same weights too
         return (
-            f"Plan(dp_shard=1, dp_replicate={replicate}, zero={plan.zero}): a group of one replica shards nothing. "
-            "Either shard among all replicas, ", among_all, ", or nothing: ", among_all | {"zero": 0},
+            f"Plan(dp={dp}, dp_shard=1, zero={plan.zero}): a group of one replica shards nothing. Either shard among "
+            "all replicas, ", {"dp_shard": None}, ", or nothing: ", {"dp_shard": None, "zero": 0},
         )  # fmt: skip
-    hybrid = replicate > 1 and (shard > 1 or bool(plan.zero))
-    values = vars(plan)
-    values["dp"] = dp
-    values["dp_shard"], values["dp_replicate"] = (shard, replicate) if hybrid else (None, None)
+    if dp == shard or (shard == 1 and not plan.zero):
+        vars(plan)["dp_shard"] = None
     return None
 
 
@@ -122,7 +112,7 @@ def _complete_schedule(plan: Any) -> Parts | None:
             f"{own.ranks} rows and {own.microbatches} micro-batches. Write Plan.from_schedule(schedule), or "
             f"Plan(pp={own.ranks}, microbatches={own.microbatches}, schedule=schedule)",
         )  # fmt: skip
-    validate(own, own.stages, own.microbatches)
+    validate(own)
     vars(plan)["schedule"] = own
     v = plan.virtual_stages
     if v > 1 and own.stages != plan.pp * v:
@@ -273,7 +263,7 @@ RULES = (
         lambda p: bool(p.dp_shard) and not p.zero,
         lambda p: (
             f"{call_of(p)}: dp_shard={p.dp_shard} replicas share the states that ZeRO shards, and zero=0 shards "
-            "nothing. Either ", {"zero": 3}, ", or without groups ", {"dp_shard": None, "dp_replicate": None},
+            "nothing. Either ", {"zero": 3}, ", or without groups ", {"dp_shard": None},
         ),
     ),
     Rule(
@@ -342,17 +332,14 @@ def change_plan(plan: P, **changes: Any) -> P:
 
     >>> from mpkit.plan.plan import Plan
     >>> plan = Plan(dp=8, zero=3, dp_shard=4)
-    >>> change_plan(plan, dp=16), change_plan(plan, zero=0), change_plan(plan, dp_shard=2).dp_replicate
-    (Plan(dp=16, zero=3, dp_shard=4, dp_replicate=4), Plan(dp=8), 4)
+    >>> change_plan(plan, dp=16), change_plan(plan, zero=0), change_plan(plan, dp_shard=2)
+    (Plan(dp=16, zero=3, dp_shard=4), Plan(dp=8), Plan(dp=8, zero=3, dp_shard=2))
 
     Raises:
         ValueError: the changed plan cannot work.
     """
     old: Any = plan
-    if old.dp_shard is None:
-        return replace(old, **changes)  # type: ignore[no-any-return]
-    groups = {name: changes.get(name) for name in ("dp_shard", "dp_replicate")}
-    if not any(name in changes for name in groups):
-        dp, zero = whole(changes.get("dp", old.dp)) or 0, changes.get("zero", old.zero)
-        groups["dp_shard"] = old.dp_shard if zero and dp % old.dp_shard == 0 else None
-    return replace(old, **(changes | groups))  # type: ignore[no-any-return]
+    dp, zero = whole(changes.get("dp", old.dp)) or 0, changes.get("zero", old.zero)
+    if old.dp_shard and not (zero and dp % old.dp_shard == 0):
+        changes = {"dp_shard": None} | changes
+    return replace(old, **changes)  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ def describe(plan: Any) -> str:
     >>> print(describe(Plan(pp=2, dp=2, tp=2, zero=1, schedule="1f1b", microbatches=4)))
     8 ranks, 2 x 2 x 2 (pp x dp x tp). 1f1b on 2 ranks: the model in 2 stages, each batch in 4 micro-batches. Bubble in
     theory 1/5 = 0.200. ZeRO-1 on 2 ranks: each half of every batch. Each layer is shared by 2 ranks.
-    >>> print(describe(Plan(zero=3, dp_shard=8, dp_replicate=4)))
+    >>> print(describe(Plan(dp=32, zero=3, dp_shard=8)))
     ZeRO-3 on 32 ranks, sharded within 4 groups of 8: each 1/32 of every batch.
     >>> print(describe(Plan(dp=4, ep=2)))
     DDP on 4 ranks: each a quarter of every batch. The experts of each layer are divided among 2 ranks, to which tokens
@@ -91,5 +91,5 @@ def _replicas(plan: Any) -> str:
     pieces = f", in {plan.microbatches} micro-batches, whose gradients accumulate" if accumulates else ""
     where = f"on {plan.dp} rank{'s' * (plan.dp > 1)}"
     if plan.dp_shard:
-        where += f", sharded within {plan.dp_replicate} groups of {plan.dp_shard}"
+        where += f", sharded within {plan.dp // plan.dp_shard} groups of {plan.dp_shard}"
     return f"{name} {where}: each {share} of every batch{pieces}."

@@ -51,8 +51,6 @@ SCRIPTS = {
                             megatron(dp=4, tp=2, recompute="full")),
     "sharding in any order": (f"{RUN} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
                               "--use-distributed-optimizer", Plan(dp=8, schedule="1f1b", zero=3)),
-    "Megatron-DeepSpeed": (f"{RUN} --zero-stage 1 --deepspeed --deepspeed_config ds.json --fp16",
-                           Plan(dp=8, schedule="1f1b", zero=1, precision="fp16", bucket_mb=SPEED / 2)),
 }  # fmt: skip
 
 
@@ -67,10 +65,6 @@ FILES = {
         '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, '
         '"offload_optimizer": {"device": "cpu"}}}',
         "deepspeed", Plan(zero=3, offload="params"),
-    ),
-    "the same through Accelerate": (
-        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: cpu\n  zero_stage: 2\n",
-        "accelerate", Plan(zero=2),
     ),
     "DeepSpeed's buckets through Accelerate": (
         "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 1\n",
@@ -90,6 +84,14 @@ def test_files(what: str) -> None:
 REJECTED = {
     "DeepSpeed's file": ("deepspeed --num_gpus 8 train.py --deepspeed zero3.json --bf16 True", "", "in that file"),
     "a file that decides": (f"{RUN} --deepspeed --deepspeed_config ds.json", "", "in that file"),
+    "Megatron-DeepSpeed": (f"{RUN} --zero-stage 1", "", "it is Megatron-DeepSpeed's"),
+    "parameters on the host, but not ZeRO-3": (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: cpu\n  zero_stage: 2\n", "",
+        "gathered layer by layer, in stage 3",
+    ),
+    "layers per stage": (f"{RUN} --num-layers-per-virtual-pipeline-stage 2", "", "--num-virtual-stages-per-pipeline-r"),
+    "ranks that nothing says": (f"python {RUN[28:]} --tensor-model-parallel-size 2", "", r"Plan.read\(..., ranks=8\)"),
+    "a branch": (f"if [ -f a ]; then\n A=--bf16\nfi\n{RUN}", "", "--bf16 = 'true, where a test or a loop decides"),
     "GPT-NeoX": ('{"train_micro_batch_size_per_gpu": 4, "model_parallel_size": 2}', "",
                  "model_parallel_size = 2 divides the work too"),
     "Axolotl's degree": ("gradient_checkpointing: true\nbf16: true\ntensor_parallel_size: 2", "",
@@ -97,15 +99,15 @@ REJECTED = {
     "only what all have": ("batch_size: 4\nbf16: true\ngradient_accumulation_steps: 8", "",
                            "Other programs have bf16, gradient_accumulation_steps too.*format='trainer'"),
     "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
-                                  "", "both enabled"),
+                                  "", "--bf16 = 'true, where a test or a loop decides"),
     "both in branches": (f"if [ $1 = a ]; then\n A=--fp16\nelse\n A=--bf16\nfi\n{RUN}", "",
-                         "--bf16 = 'true': only one branch of an `if` or a `case` runs"),
+                         "--bf16 = 'true, where a test or a loop decides"),
     "Axolotl's FSDP": ("bf16: true\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n", "", "it is Axolotl's"),
     "ms-swift": ("NPROC_PER_NODE=8 megatron sft --tensor_model_parallel_size 2", "", "defaults of its own"),
     "torchtitan's TOML of 2024": ("[training]\ntensor_parallel_degree = 2\n", "torchtitan", "no key of"),
     "other axes in branches": ("case $1 in\n a) A='--tensor-model-parallel-size 2 --bf16' ;;\n"
                                f" b) A='--pipeline-model-parallel-size 2 --bf16' ;;\nesac\n{RUN}", "",
-                               "only one branch of an `if` or a `case` runs"),
+                               "where a test or a loop decides"),
 }  # fmt: skip
 
 
@@ -152,9 +154,7 @@ def test_ranks_that_cannot_be(ranks: Any, says: str) -> None:
 
 
 NOTED = {
-    "how many ranks": (f"python {RUN[28:]} --tensor-model-parallel-size 2", "how many ranks.* the fewest, 2"),
-    "how many ranks experts need": (f"python {RUN[28:]} --expert-model-parallel-size 4", "the fewest, 4"),
-    "a branch": (f"if [ -f a ]; then\n A=--bf16\nfi\n{RUN}", "--bf16 is within an `if`"),
+    "a default": ('{"zero_optimization": {"stage": 2}}', "read as dp=1"),
     "all that may divide": (
         "torchrun --nproc_per_node 8 t.py "
         + " ".join(f"--moe-{letter} 1" for letter in "abcdefghijklmnop")

@@ -67,7 +67,7 @@ def plans(*formats: str) -> Callable[[], list[bytes]]:
 SCRIPT = b"""#!/bin/bash
 #SBATCH --nodes=2
 TP=2; PP=${PP:-4}; N=$((TP * PP))
-if [ $N -gt 4 ]; then ARGS+=(--sequence-parallel); fi
+if [ $N -gt 4 ]; then ARGS+=(--log-memory); fi
 ARGS=( --tensor-model-parallel-size $TP  --pipeline-model-parallel-size "${PP}" )
 cat <<EOF > x
 text

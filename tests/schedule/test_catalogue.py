@@ -76,7 +76,7 @@ def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) 
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p * held, m)
     assert schedule.name == name
     assert all(len(schedule.stages_of(rank)) == held for rank in range(p))
-    validate(schedule, schedule.stages, m)
+    validate(schedule)
     lowered = lower(schedule)
     check_messages(lowered)
     run_in_order(lowered)

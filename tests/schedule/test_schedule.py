@@ -85,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("rows, words, at", REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_run_is_drawn_with_an_arrow(rows: list[str], words: str, at: str | None) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        validate(Schedule(rows, name="mine"), 2, 2)
+        validate(Schedule(rows, name="mine"))
     message = str(caught.value)
     assert message.startswith("Schedule 'mine' cannot run: ")
     lines = message.splitlines()
@@ -100,7 +100,7 @@ def test_what_cannot_run_is_drawn_with_an_arrow(rows: list[str], words: str, at:
 
 @given(valid_schedules)
 def test_random_orders_are_valid_and_lowered_without_deadlock(schedule: Schedule) -> None:
-    validate(schedule, schedule.stages, schedule.microbatches)
+    validate(schedule)
     lowered = lower(schedule)
     compute = [[a for a in row if len(a.kind) == 1] for row in lowered.rows]
     assert tuple(map(tuple, compute)) == schedule.rows, "lowering keeps the order of compute"

@@ -5,7 +5,7 @@
     mamf.csv            the rate that large matrix products really reach
     links.csv           link rates, one direction
     measured_links.csv  links whose latency and rates were measured or fitted (`benchmarks.fit_links`)
-    machines.csv        machines that were measured as a whole
+    machines.csv        machines that were measured as a whole; and, without a link, names to list
     collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth
     loopback.csv        Gloo over the loopback interface, between two ranks on an idle machine of two cores
 
@@ -38,7 +38,7 @@ __all__ = [
     "device_names",
     "enough_a100",
     "link_named",
-    "measured_machine",
+    "machine_names",
     "one",
     "rows",
 ]
@@ -62,6 +62,8 @@ NICS: Mapping[str, tuple[float, float, str]] = {
 }
 """By name: GB/s per device in one direction, seconds per hop, and what it is."""
 
+A_NODE = 8
+"""Devices of a node, where a name leaves them out."""
 REACHED = 0.85
 """The share of the line rate that a card reaches: 0.74 to 0.95 of it on the measured clusters; assumed."""
 
@@ -140,17 +142,18 @@ def link_named(name: str) -> Link:
     return Link(name, float(row["latency_s"]), bandwidth, bus, sources, float(row["ramp"] or 0))
 
 
-def measured_machine(name: str) -> Hardware:
-    """Return a machine of machines.csv.
+def machine_names() -> list[str]:
+    """Return the names of machines.csv: machines that were measured as a whole, and others to list."""
+    return [row["name"] for row in rows("machines")]
 
-    >>> measured_machine("2x8-h100-ib").between.name
-    'InfiniBand NDR, a card a GPU'
-    """
-    row = one("machines", name=name)
+
+def _measured(row: Mapping[str, str]) -> Hardware:
     short = row["device"]
     between = link_named(row["between"]) if row["between"] else None
     device = _core() if short == "cpu" else _titan_rtx() if short == "titan-rtx" else _device(short)[0]
-    return Hardware(name, device, link_named(row["link"]), between, int(row["per_node"]), int(row["nodes"]))
+    return Hardware(
+        row["name"], device, link_named(row["link"]), between, int(row["per_node"]), int(row["nodes"])
+    )
 
 
 def _core() -> Device:
@@ -221,25 +224,33 @@ def build_machine(
 
 
 def by_name(name: str) -> Hardware | None:
-    """Return the machine of a name such as "64x8-h100-ndr", "4x-l40s" or "h100" (a node of 8); None for another form.
+    """Return the machine of a name, if it has one of these forms; None for another.
+
+        8x-a100-nvlink       a row of machines.csv that was measured, also with another number of devices
+        64x8-h100-ndr        nodes, devices per node, device, network card
+        4x-l40s, h100        devices of a node; 8 where they are left out
 
     Raises:
-        ValueError: it is of this form, and there is no such device or card.
+        ValueError: it is of such a form, and there is no such device or card.
 
-    >>> by_name("4x8-h100-ib").devices
-    32
+    >>> by_name("2x8-h100-ib").between.name, by_name("4x8-h100-ndr").devices, by_name("h100").devices
+    ('InfiniBand NDR, a card a GPU', 32, 8)
     """
-    several = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+?)-(" + "|".join(map(re.escape, NICS)) + ")", name)
-    if several:
-        return replace(
-            build_machine(several[3], nodes=int(several[1]), per_node=int(several[2]), nic=several[4]),
-            name=name,
-        )
-    if name in device_names():
-        return build_machine(name)
-    one_node = re.fullmatch(r"(\d+)x-([a-z0-9-]+?)(-nvlink)?", name)
-    if one_node and one_node[2] in device_names():
-        return replace(build_machine(one_node[2], per_node=int(one_node[1])), name=name)
+    measured = {row["name"]: row for row in rows("machines") if row["link"]}
+    if name in measured:
+        return _measured(measured[name])
+    cards = re.fullmatch(r"([1-9]\d*)(x-.+)", name)
+    for known, row in measured.items() if cards and name not in machine_names() else ():
+        if cards and known.lstrip("0123456789") == cards[2]:
+            return replace(_measured(row), name=name, per_node=int(cards[1]))
+    nics = "|".join(map(re.escape, NICS))
+    if several := re.fullmatch(rf"(\d+)x(\d+)-([a-z0-9-]+?)-({nics})", name):
+        nodes, per_node = int(several[1]), int(several[2])
+        return replace(build_machine(several[3], nodes=nodes, per_node=per_node, nic=several[4]), name=name)
+    alone = re.fullmatch(r"(?:(\d+)x-)?([a-z0-9-]+?)(-nvlink)?", name)
+    if alone and alone[2] in device_names() and (alone[1] or not alone[3]):
+        made = build_machine(alone[2], per_node=int(alone[1] or A_NODE))
+        return replace(made, name=name) if alone[1] else made
     return None
 
 
@@ -308,8 +319,6 @@ def _card(nic: str | float) -> tuple[Link, str]:
 
 # ---- enough devices for a number of ranks
 
-A_NODE = 8
-
 
 def check_enough(machine: Hardware, ranks: int, call: str) -> None:
     """Check that a machine has a device for each rank.
@@ -326,7 +335,7 @@ def check_enough(machine: Hardware, ranks: int, call: str) -> None:
     >>> check_enough(hardware("2x-rtx-4090"), 4, "timeline")
     Traceback (most recent call last):
     ...
-    ValueError: timeline(hardware='2x-rtx-4090'): 4 ranks, and it has 2 devices. Four of them: hardware='4x-rtx-4090'
+    ValueError: timeline(hardware='2x-rtx-4090'): 4 ranks, and it has 2 devices. More of them: hardware='4x-rtx-4090'
     """
     if ranks > machine.devices:
         raise ValueError(
@@ -351,8 +360,7 @@ def _larger(machine: Hardware, ranks: int) -> str:
         return f"More nodes: hardware=dataclasses.replace(mk.hardware({machine.name!r}), nodes={nodes})"
     cards = re.fullmatch(r"(\d+)x-(.+)", machine.name)
     if cards and ranks <= A_NODE:
-        number = {3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}[ranks]
-        return f"{number} of them: hardware='{ranks}x-{cards[2]}'"
+        return f"More of them: hardware='{ranks}x-{cards[2]}'"
     short = [name for name, row in device_names().items() if row["device"] == machine.device.name]
     if short:
         return f"More nodes: hardware=mk.hardware({short[0]!r}, nodes={-(-ranks // A_NODE)}, nic='ndr')"

@@ -8,11 +8,8 @@ from functools import lru_cache
 
 from mpkit.plan.formats.frameworks import ACCELERATE, DEEPSPEED, FSDP, MEGATRON, TRAINER
 from mpkit.plan.formats.launchers import SLURM, TF_CONFIG, TORCHRUN
-from mpkit.plan.formats.python_code import python_code
-from mpkit.plan.formats.script import command
-from mpkit.plan.formats.syntax import JSON, YAML, Syntax
-from mpkit.plan.formats.table import Format, FormatCode, FormatKey, rows_of, tables
-from mpkit.plan.formats.torchtitan import CLASSES, TORCHTITAN
+from mpkit.plan.formats.table import Format, FormatCode
+from mpkit.plan.formats.torchtitan import TORCHTITAN
 
 __all__ = ["FORMATS", "format_of"]
 
@@ -37,28 +34,4 @@ def format_of(name: str) -> Format:
             f"There is no format {name!r}. There are {', '.join(map(repr, FORMATS))}. Did you mean "
             f"plan.to({near[0]!r})?"
         )
-    table, code = tables()[name], CODE[name]
-    keys = tuple(
-        FormatKey(key, written, says, comment, code.readers[says.split()[0]] if says[:1] == "@" else None)
-        for key, written, says, comment in rows_of(name)
-    )
-    common: set[str] = set()
-    for word in table.get("common", []):
-        common |= {row[0] for row in rows_of(word)} if word in tables() else {word}
-    kinds: dict[str, Syntax] = {"json": JSON, "yaml": YAML}
-    if table["syntax"] == "command":
-        syntax = command(code.body, table.get("flags", ()))
-    elif table["syntax"] == "python":
-        syntax = python_code(code.body, CLASSES if name == "torchtitan" else {})
-    else:
-        syntax = kinds[table["syntax"]]
-    return Format(
-        name,
-        table["title"],
-        syntax,
-        keys,
-        code,
-        table.get("cannot", {}),
-        table.get("otherwise", ""),
-        frozenset(common),
-    )
+    return Format(name, CODE[name])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from pathlib import Path
 from typing import Any
 
-from mpkit.plan.formats.launchers import count_ranks, launch_lines, read_fsdp, refuse_file, refuse_files
-from mpkit.plan.formats.python_code import assignments
+from mpkit.plan.formats.launchers import count_ranks, launch_lines
+from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
-from mpkit.plan.formats.script import options
-from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.table import LARGEST, RANKS, Fields, FormatCode, Values, bool_of, number_of
+from mpkit.plan.formats.script import command, options
+from mpkit.plan.formats.syntax import JSON, YAML, Page
+from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, bool_of, number_of
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
@@ -31,33 +30,20 @@ def _bucket(elements: float, precision: str | None) -> Fields:
     return {"bucket_mb": int(size) if size == int(size) else size}
 
 
-def _read_offload(fields: Fields, is_offloaded: bool, notes: list[str]) -> None:
-    """Leave out what DeepSpeed ignores: parameters are offloaded with ZeRO-3 only, and states with ZeRO."""
-    if fields.get("offload") == "params" and fields.get("zero", 0) < 3:
-        fields["offload"] = "optimizer" if is_offloaded and fields.get("zero") else "none"
-        notes.append("offload of parameters goes with ZeRO-3: left out")
-
-
-def _with_zero_3(fields: Fields, notes: list[str]) -> None:
-    if fields.get("offload") == "params" and fields.get("zero") != 3:
-        fields["zero"] = 3
-        notes.append("a Plan offloads parameters with ZeRO-3 only: read as zero=3")
+def _shards(format: str, dp: int, name: str, values: Values) -> int | None:
+    """Return the replicas of each of the groups that a key counts; None if there is one."""
+    groups = number_of(values.get(name, 1))
+    if dp % groups:
+        raise ValueError(f"{format}: {name}={groups} is no divisor of the {dp} replicas: {name}=1")
+    return dp // groups if groups > 1 else None
 
 
 # ---- DeepSpeed: pipelines and what is recomputed are in code there
-
-ZERO = "zero_optimization"
 
 
 def _deepspeed_names(asked: ExportRequest) -> Mapping[str, Any]:
     size = asked.plan.bucket_mb * MIB / (4 if asked.plan.precision == "full" else 2)
     return {"elements": max(1, round(size))}
-
-
-def _read_elements(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
-        raise ValueError(f"a number of elements, above 0 and up to {LARGEST:,}, such as 5e8")
-    return {}
 
 
 def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Fields:
@@ -81,10 +67,10 @@ def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Field
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
             "of them is left out: read as dp=1; Plan.read(..., ranks=8) says how many there are"
         )
-    offloaded = values.get(f"{ZERO}.offload_optimizer.device", "none") != "none"
-    _read_offload(fields, offloaded or bool_of(values.get(f"{ZERO}.cpu_offload", False)), notes)
-    elements = values.get(f"{ZERO}.reduce_bucket_size", DEEPSPEED_BUCKET if fields.get("dp", 1) > 1 else None)
-    return fields | (_bucket(elements, fields.get("precision")) if elements else {})
+    elements = values.get(
+        "zero_optimization.reduce_bucket_size", DEEPSPEED_BUCKET if fields.get("dp", 1) > 1 else None
+    )
+    return fields | (_bucket(number_of(elements), fields.get("precision")) if elements else {})
 
 
 def _check_deepspeed(asked: ExportRequest) -> None:
@@ -96,19 +82,9 @@ def _check_deepspeed(asked: ExportRequest) -> None:
         )
 
 
-DEEPSPEED = FormatCode(
-    _finish_deepspeed,
-    _check_deepspeed,
-    _deepspeed_names,
-    readers={
-        "@elements": _read_elements,
-        "@stage_1": lambda value: {"zero": 1} if value != {} and bool_of(value) else {},
-    },
-)
+DEEPSPEED = FormatCode(JSON, _finish_deepspeed, _check_deepspeed, _deepspeed_names)
 
 # ---- Accelerate: one of DDP, FSDP2, DeepSpeed and Megatron-LM, by the plan
-
-MODES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def _accelerate_names(asked: ExportRequest) -> Mapping[str, Any]:
@@ -125,13 +101,6 @@ def _accelerate_names(asked: ExportRequest) -> Mapping[str, Any]:
     return {"mode": mode, "divided": plan.tp * plan.cp > 1 or plan.dp_shard is not None}
 
 
-def _read_mode(value: Any) -> Mapping[str, Any]:
-    value = "NO" if value is False else value  # YAML's NO without quotes
-    if value not in MODES:
-        raise ValueError(f"one of {', '.join(MODES)}")
-    return {"zero": 3} if value == "FSDP" else {"schedule": ONE_F_ONE_B} if value == "MEGATRON_LM" else {}
-
-
 def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fields:
     kind = values.get("distributed_type")
     ranks = values.get(RANKS) or number_of(values.get("num_processes", 1))
@@ -146,15 +115,9 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
     sizes = (f"parallelism_config.parallelism_config_dp_{name}_size" for name in ("replicate", "shard"))
     replicate, shard = (number_of(values.get(name, 1)) for name in sizes)
     if replicate > 1 and shard > 1:
-        fields |= {"dp_shard": shard, "dp_replicate": replicate}
+        fields["dp_shard"] = shard
     if not bool_of(values.get("fsdp_config.fsdp_reshard_after_forward", True)):
         fields["zero"] = 2
-    if kind == "DEEPSPEED":
-        fields.setdefault("zero", 2)  # DeepSpeedPlugin's own
-        _read_offload(
-            fields, values.get("deepspeed_config.offload_optimizer_device", "none") != "none", notes
-        )
-    _with_zero_3(fields, notes)
     if fields["dp"] * fields.get("cp", 1) > 1 and kind == "DEEPSPEED":
         fields |= _bucket(DEEPSPEED_BUCKET, fields.get("precision"))
     elif fields["dp"] * fields.get("cp", 1) > 1 and kind == "MEGATRON_LM":
@@ -162,11 +125,7 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
     return fields
 
 
-ACCELERATE = FormatCode(
-    _finish_accelerate,
-    names=_accelerate_names,
-    readers={"@mode": _read_mode, "@fsdp": read_fsdp, "@refuse_file": refuse_file},
-)
+ACCELERATE = FormatCode(YAML, _finish_accelerate, names=_accelerate_names)
 
 # ---- transformers' TrainingArguments; the number of ranks is torchrun's
 
@@ -179,11 +138,10 @@ def _finish_trainer(values: Values, fields: Fields, notes: list[str]) -> Fields:
             fields["zero"] = 2
         if bool_of(values.get("fsdp_config.cpu_offload", False)):
             fields["offload"] = "params"
-    _with_zero_3(fields, notes)
     return fields | ({"dp": values[RANKS]} if RANKS in values else {})
 
 
-TRAINER = FormatCode(_finish_trainer, readers={"@fsdp": read_fsdp, "@refuse_file": refuse_file})
+TRAINER = FormatCode(YAML, _finish_trainer)
 
 # ---- FSDP2 as Python: constants at the head of a module, and `shard` and `step`, which apply them
 
@@ -194,6 +152,7 @@ def _fsdp_module(page: Page) -> str:
 
 
 def _finish_fsdp(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    fields["dp_shard"] = _shards("fsdp", fields.get("dp", 1), "REPLICATE", values)
     return fields | {"zero": 3 if values.get("RESHARD_AFTER_FORWARD", True) else 2}
 
 
@@ -206,13 +165,11 @@ def _check_fsdp(asked: ExportRequest) -> None:
         )
 
 
-FSDP = FormatCode(_finish_fsdp, _check_fsdp, body=_fsdp_module)
+FSDP = FormatCode(python_code(_fsdp_module, {}), _finish_fsdp, _check_fsdp)
 
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
 BUCKET = "--ddp-bucket-size"
-LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-SHARDED = {"--use-megatron-fsdp", "--use-torch-fsdp2"}
 PAIRS = "--overlap-moe-expert-parallel-comm"
 LOOPED = INTERLEAVED_1F1B, OVERLAPPED_1F1B
 
@@ -238,49 +195,34 @@ def _why_no_pairs(fields: Mapping[str, Any]) -> str:
 
 
 def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    refuse_files({} if "--zero-stage" in values else values)
     tp, cp, ep = (fields.get(name, 1) for name in ("tp", "cp", "ep"))
     inner = fields.get("pp", 1) * tp * cp
     if ep > 1:
         fields.setdefault("etp", tp)
     ranks = count_ranks(values)
     if ranks is None:
-        ranks = inner * ep // gcd(ep, cp * (tp if fields.get("etp") == 1 else 1))
-        notes.append(
-            f"it does not say how many ranks there are: read as the fewest, {ranks}; Plan.read(..., ranks=8) says it"
-        )
+        raise ValueError("megatron: it does not say how many ranks there are: Plan.read(..., ranks=8)")
     if ranks % inner:
         raise ValueError(
             f"megatron: {ranks} ranks are no multiple of tensor x pipeline x context = {inner}: "
             f"--nproc-per-node={inner}"
         )
     fields["dp"] = dp = ranks // inner
-    if layers := values.get(LAYERS_PER_STAGE):
-        stages, rest = divmod(
-            number_of(values.get("--num-layers", 1)), fields.get("pp", 1) * number_of(layers)
-        )
-        if rest:
-            raise ValueError(
-                f"megatron: {LAYERS_PER_STAGE}={layers} needs --num-layers, a multiple of pipeline ranks x {layers} = "
-                f"{fields.get('pp', 1) * number_of(layers)}; or --num-virtual-stages-per-pipeline-rank=2"
-            )
-        fields["virtual_stages"] = stages
     fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
     if PAIRS in values:
         if reason := _why_no_pairs(fields):
             raise ValueError(f"megatron: {PAIRS}: {reason}")
         fields["schedule"] = OVERLAPPED_1F1B
+    fields["dp_shard"] = _shards("megatron", dp, "--num-distributed-optimizer-instances", values)
     if cp > 1 and fields.get("cp_method") != "ulysses":
         fields["cp_order"] = "zigzag"
-    if "--deepspeed" in values:
-        fields |= _bucket(DEEPSPEED_BUCKET, fields.get("precision"))
-    elif not values.keys() & SHARDED:
-        if "--data-parallel-sharding-strategy" in values:
-            notes.append("--data-parallel-sharding-strategy goes with --use-megatron-fsdp: left out")
-            fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
-        if BUCKET not in values and dp * cp > 1:  # DistributedDataParallel's own
-            own = _bucket(max(40_000_000, 1_000_000 * dp * cp), None)
-            fields |= own if "--overlap-grad-reduce" in values else {"bucket_mb": ALL_AT_ONCE}
+    if "--data-parallel-sharding-strategy" in values and "--use-megatron-fsdp" not in values:
+        raise ValueError("megatron: --data-parallel-sharding-strategy goes with --use-megatron-fsdp")
+    if BUCKET in values:
+        fields |= _bucket(number_of(values[BUCKET]), None)
+    elif "--use-megatron-fsdp" not in values and dp * cp > 1:  # DistributedDataParallel's own
+        own = _bucket(max(40_000_000, 1_000_000 * dp * cp), None)
+        fields |= own if "--overlap-grad-reduce" in values else {"bucket_mb": ALL_AT_ONCE}
     if "--global-batch-size" in values and "--micro-batch-size" in values:
         total, micro = number_of(values["--global-batch-size"]), number_of(values["--micro-batch-size"])
         if total % (micro * dp):
@@ -289,8 +231,6 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
                 f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
             )
         fields["microbatches"] = total // (micro * dp)
-    if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
-        notes.append("recomputation of some layers is read as of all")
     return fields
 
 
@@ -323,12 +263,5 @@ def _megatron_script(page: Page) -> str:
 
 
 MEGATRON = FormatCode(
-    _finish_megatron,
-    _check_megatron,
-    _megatron_names,
-    readers={
-        "@bucket": lambda elements: _bucket(number_of(elements), None),
-        "@full": lambda value: {"recompute": "full"},
-    },
-    body=_megatron_script,
+    command("megatron", _megatron_script), _finish_megatron, _check_megatron, _megatron_names
 )

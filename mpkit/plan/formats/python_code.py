@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax, Word, agree
+from mpkit.plan.formats.syntax import Page, Syntax, agree
 
 __all__ = ["assignments", "python_code"]
 
@@ -39,69 +39,57 @@ def python_code(body: Callable[[Page], str], classes: Mapping[str, str]) -> Synt
 
 
 def _values(tree: ast.Module, sections: Mapping[str, str]) -> dict[str, Any]:
-    r"""Return what a module assigns at its top, and the arguments of its configuration objects.
+    r"""Return what a module assigns outside of functions, and the arguments of its configuration objects.
 
-    A name has one value in a module, or none can be told.
+    Nothing is calculated: in place of another expression is its text, which no key takes.
 
-    >>> text = "TP = 2\nRANKS: int = 8\nif x: RANKS = 3\nc = Config(tp=TP, pp=degree())"
-    >>> found = _values(ast.parse(text), {"Config": "c"})
-    >>> found["TP"], found["c.tp"], found["RANKS"].reason
-    (2, 2, 'the text says both 8 and 3: write one of them')
-    >>> found["c.pp"], found["c.pp"].reason
-    ('degree', 'degree() is not calculated: write the value, such as 2')
+    >>> text = "TP = 2\nRANKS: int = 8\nif x: RANKS = 3\nc = Config(tp=TP, pp=degree(4))"
+    >>> _values(ast.parse(text), {"Config": "c"})
+    {'TP': 2, 'RANKS': "8 and also 'what line 3 makes of it'", 'c.tp': 2, 'c.pp': 'degree()'}
 
     Raises:
-        ValueError: configuration objects of the same class differ.
+        ValueError: configuration objects of the same class differ, or their arguments have no names.
     """
     known: dict[str, Any] = {}
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
+        plain = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
         for node in ast.walk(statement):
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        agree(known, target.id, _value(node.value, known))
-            elif isinstance(node, ast.AugAssign | ast.For) and isinstance(node.target, ast.Name):
-                agree(
-                    known, node.target.id, Word("", reason=f"line {node.lineno} changes it: write the value")
-                )
-    found = {name: value for name, value in known.items() if str(value).rpartition(".")[2] not in sections}
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                value = _value(plain, known) if plain else f"what line {node.lineno} makes of it"
+                agree(known, node.id, value)
+    found = {name: value for name, value in known.items() if _class_of(value) not in sections}
     made: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in sections:
+        if isinstance(node, ast.Call) and (name := _class_of(_value(node, {}))) in sections:
             if made.setdefault(name, ast.unparse(node)) != ast.unparse(node):
                 raise ValueError(f"its {name}s differ: Plan.read of the text of the one that is meant")
-            for argument in node.args:  # which that is, only the class knows
-                found[f"{name}({ast.unparse(argument):.60})"] = None
-            for keyword in node.keywords:
-                key = (
-                    f"{sections[name]}.{keyword.arg}"
-                    if keyword.arg
-                    else f"{name}(**{ast.unparse(keyword.value):.60})"
-                )
-                found[key] = _value(keyword.value, known) if keyword.arg else None
+            if node.args or not all(keyword.arg for keyword in node.keywords):
+                raise ValueError(f"write the arguments of {name} by name")
+            found |= {f"{sections[name]}.{each.arg}": _value(each.value, known) for each in node.keywords}
     return found
 
 
+def _class_of(value: Any) -> str:
+    return str(value).removesuffix("()").rpartition(".")[2]
+
+
 def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    """Return the value of an expression; of a call the name of what is called."""
+    """Return the value of an expression or, if it has to be calculated, its text; of a call without arguments."""
     if isinstance(node, ast.Name) and node.id in known:
         return known[node.id]
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        text = f"{ast.unparse(node):.60}"
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else text
-        return Word(name, reason=f"{text} is not calculated: write the value, such as 2")
+        return f"{ast.unparse(node.func)}()" if isinstance(node, ast.Call) else f"{ast.unparse(node):.60}"
 
 
 def assignments(page: Page, classes: Mapping[str, str]) -> str:
     """Return constants with their comments, and a call for each section.
 
     Args:
-        page: what is written; values that end in ".Config" are names of classes.
+        page: what is written; values that end in ".Config()" are calls.
         classes: the class of each section.
     """
     lines: list[str] = []
@@ -114,7 +102,7 @@ def assignments(page: Page, classes: Mapping[str, str]) -> str:
             lines.append(f"{section} = {classes[section]}(")
         inside = section
         text = json.dumps(value) if isinstance(value, str) else repr(value)
-        text = f"{value}()" if text.endswith('.Config"') else text
+        text = value if text.endswith('.Config()"') else text
         line = f"    {key}={text}," if section else f"{name} = {text}"
         lines.append(f"{line:48} # {page.comments[name]}")
     return "\n".join([*lines, *([")"] if inside else [])])

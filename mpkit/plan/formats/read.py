@@ -34,7 +34,7 @@ DIVIDES = re.compile(
     r"|moe|fsdp|ddp|deepspeed|ds.config|gpus|nodes|processes|machines|world|pipeline|stage|device"
 )
 """Keys that a warning names first, and all of them, since they may say how work is divided."""
-LONGEST = 2**20  # bytes of a file
+LONGEST = 2**18  # bytes of a file
 MOST_RANKS = 2**20
 ENDINGS = {
     ".json": {"JSON"}, ".yaml": {"YAML"}, ".yml": {"YAML"}, ".py": {"Python"}, ".sh": {"a command line"},
@@ -60,12 +60,12 @@ def read(
     found, faults = _load_formats(source)
     chosen = format_of(format) if format is not None else _guess(what, found, faults)
     if chosen.name not in found:
-        why = faults.get(chosen.syntax.name, f"it is not {chosen.syntax.name}")
+        why = faults.get(chosen.code.syntax.name, f"it is not {chosen.code.syntax.name}")
         raise ValueError(f"{what} cannot be read as {chosen.name}: {why}")
     values = found[chosen.name]
     unknown = _unknown(chosen, values)
     if values and not values.keys() - {*unknown}:
-        raise ValueError(f"{what} has no key of {chosen.title}, such as {chosen.keys[0].name}")
+        raise ValueError(f"{what} has no key of {chosen.title}, such as {next(iter(chosen.keys))}")
     notes: list[str] = []
     try:
         plan = Plan(**chosen.fields_of(values, notes, ranks))
@@ -117,25 +117,24 @@ def _load_formats(source: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str
         return dict.fromkeys(FORMATS, flat(source)), {}
     text = _text(source)
     formats = [format_of(name) for name in FORMATS]
-    names = {"JSON"} if is_json(text) else {each.syntax.name for each in formats}
+    names = {"JSON"} if is_json(text) else {each.code.syntax.name for each in formats}
     if not is_json(text) and not _is_text(source):
         names = ENDINGS.get(Path(source).suffix.lower(), names)
     values: dict[str, dict[str, Any]] = {}
     faults: dict[str, str] = {}
     for each in formats:
-        if each.syntax.name in names:
+        if each.code.syntax.name in names:
             try:
-                values[each.name] = each.syntax.load(text)
+                values[each.name] = each.code.syntax.load(text)
             except ValueError as error:
-                faults[each.syntax.name] = str(error)
-        elif each.syntax is YAML and is_json(text) and JSON.name not in faults:
+                faults[each.code.syntax.name] = str(error)
+        elif each.code.syntax is YAML and is_json(text) and JSON.name not in faults:
             values[each.name] = JSON.load(text)  # all JSON is YAML
     return values, faults
 
 
 def _unknown(chosen: Format, values: Mapping[str, Any]) -> list[str]:
-    known = {key.name for key in chosen.keys}
-    return [name for name, value in values.items() if name not in known and value != {}]
+    return [name for name, value in values.items() if name not in chosen.keys and value != {}]
 
 
 def _refuse_degrees(chosen: Format, unknown: Mapping[str, Any]) -> None:
@@ -165,7 +164,7 @@ def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[st
     most = max((len(known[name]) for name, names in own.items() if names), default=0)
     best = [name for name, names in own.items() if names and len(known[name]) == most]
     # Megatron's arguments come after torchrun's: those of torchrun alone are torchrun's.
-    keys = {name: {key.name for key in format_of(name).keys} for name in best}
+    keys = {name: format_of(name).keys.keys() for name in best}
     best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
     best = [
         name for name in best

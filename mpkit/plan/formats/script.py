@@ -3,43 +3,37 @@
 An option counts wherever it stands: in a command, an array, a text that a variable holds or another shell is given. Its
 value may name variables:
 
-$TP, ${TP}, ${TP[@]}       what the script assigns, if that is one value and neither an `if` nor a loop decides about it
+$TP, ${TP}, ${TP[@]}       what the script assigns, if that is one value and no test or loop decides about it
 ${TP:-2}, ${TP:=2}         the default, if the script does not assign it
 $((NODES * 8))             calculated
-$(...), ${TP%...}, $1      open
+$(...), ${TP%...}, $1      open: it stays as it is written
 
-A value that is open is a `Word` with a reason. An option has one value in a text, or the text is rejected by its name;
-so it is in a branch of an `if` or a `case`, since no test is followed.
+Nothing is followed: in place of an option's value in an `if`, a `case` or a loop, of several values, or of one that is
+open, is what no key takes. So the text is rejected by that key, if it is one of the format.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax, Word, agree
+from mpkit.plan.formats.syntax import Page, Syntax, agree, tables
 
 __all__ = ["command", "options"]
 
 
-def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Syntax:
-    """Return the syntax of a script that this template makes.
-
-    Args:
-        template: makes the lines after the head of the file.
-        flags: options without a value.
-    """
+def command(name: str, body: Callable[[Page], str]) -> Syntax:
+    """Return the syntax of a script of the format with this name; `body` makes the lines after the head of the file."""
 
     def dump(page: Page) -> str:
         head = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in page.header)]
-        return "\n".join([*head, template(page)]) + "\n"
+        return "\n".join([*head, body(page)]) + "\n"
 
     def load(text: str) -> dict[str, Any]:
-        found = _Script(frozenset(flags)).load(text)
-        if not any(name.startswith("--") for name in found):
+        found = _options(text, tables()[name].get("flags", ()))
+        if not any(option.startswith("--") for option in found):
             raise ValueError("there is no option that begins with --")
         return found
 
@@ -79,31 +73,27 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _QUOTES = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)""", re.DOTALL)
+_OPTIONS, _SEVERAL = re.compile(r"(\s|\A)--[a-zA-Z]"), re.compile(r"\A--[a-zA-Z]\S*\s|\s--[a-zA-Z]")
 _ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
 _KEYWORDS = {"then", "elif", "else", "do", "{", "}", "!", "time", "in", *_OPENS, *_CLOSES}
 _DECLARES = {"export", "local", "declare", "readonly", "typeset", "env"}
+DEEPEST, LONGEST = 20, 1000
+"""Texts and variables within each other, and characters of a value."""
 
 
-@dataclass(eq=False)
-class _Block:
-    """An `if`, a `case` or a loop, and whether it has several branches."""
+def _commands(text: str, is_decided: bool = False, depth: int = 0) -> Iterator[tuple[list[str], bool]]:
+    r"""Yield a script's commands, in words without quotes, and whether a test or a loop decides about each.
 
-    several: bool
+    An array is a command whose first word is "ARGS=(". A text of options within a word is a command of its own.
 
-
-def _commands(text: str) -> Iterator[tuple[list[str], tuple[_Block, ...], bool]]:
-    """Yield a script's commands: the words as written, the blocks around, and whether `&&` or `||` decides about it.
-
-    An array is a command whose first word is "ARGS=(".
-
-    >>> [(words, is_decided) for words, _, is_decided in _commands("e 'f g' && A=(b  c)  # d")]
-    [(['e', "'f g'"], False), (['A=(', 'b', 'c'], True)]
+    >>> list(_commands("if x; then A=(b  c)  # d\nfi\nsh -c 'e --f 1'; for TP in 2; do"))
+    [(['x'], True), (['A=(', 'b', 'c'], True), (['sh', '-c', '--'], False), (['e', '--f', '1'], False), (['TP='], True)]
 
     Raises:
         ValueError: a quote or a bracket is open at the end.
     """
-    at, words, inside, is_decided = 0, list[str](), list[_Block](), False
+    at, words, inside, after_test = 0, list[str](), 0, False
     text += "\n"
     while at < len(text):
         token = _TOKEN.match(text, at)
@@ -115,22 +105,24 @@ def _commands(text: str) -> Iterator[tuple[list[str], tuple[_Block, ...], bool]]
             found = re.compile(rf"^[ \t]*{token['end']}[ \t]*$", re.MULTILINE).search(text, at)
             at = found.end() if found else len(text)
         elif token["word"] or token["array"]:
-            words.append(token["word"] or token["array"])
+            words.append(token["array"] or _unquote(token["word"]))
         elif stop and not (stop == "\n" and words and words[0].endswith("=(")):
             while words and words[0] in _KEYWORDS:
-                word = words[0]
-                if word in _OPENS:
-                    inside.append(_Block(several=word == "case"))
-                elif word in _CLOSES:
-                    inside = inside[:-1]
-                elif word in ("elif", "else") and inside:
-                    inside[-1].several = True
-                if word in ("for", "select"):
-                    break
-                words = words[1:]
+                inside = max(0, inside + (words[0] in _OPENS) - (words[0] in _CLOSES))
+                words = [f"{words[1]}="] if words[0] in ("for", "select") and words[1:] else words[1:]
             if words:
-                yield words, tuple(inside), is_decided
-            words, is_decided = [], stop in ("&&", "||")
+                here = is_decided or inside > 0 or (after_test and _ASSIGNS.match(words[0]) is not None)
+                texts = []
+                for number, word in enumerate(words):
+                    if assigns := _ASSIGNS.fullmatch(word):
+                        texts += [assigns[3]] * bool(_OPTIONS.search(assigns[3]))
+                    elif _SEVERAL.search(word) and not re.match(r"--[\w-]+=", word):
+                        texts.append(word)
+                        words[number] = "--"
+                yield words, here
+                for each in texts if depth < DEEPEST else ():
+                    yield from _commands(each, here, depth + 1)
+            words, after_test = [], stop in ("&&", "||")
     if words:
         raise ValueError(f"this is no command line: the bracket of {words[0]} is not closed")
 
@@ -149,7 +141,7 @@ _VARIABLE = re.compile(
 )
 _STARTS = re.compile(r"(.*/)?(torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|python[0-9.]*)")
 _SLURM = re.compile(r"(.*/)?(srun|sbatch|salloc)")
-_SHORT = {"N": "--nodes", "n": "--ntasks", "G": "--gpus"}
+_SHORT = {"N": "--nodes", "n": "--ntasks"}
 """SLURM's options of one letter."""
 _ALLOCATED = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "--ntasks": ("SLURM_NTASKS",),
@@ -159,153 +151,92 @@ _ALLOCATED = {
 """By what a batch script asks for at its head, the variables that SLURM sets."""
 PROGRAMS = ("accelerate launch", "megatron sft")
 """Words that say whose the options after them are."""
-DEEPEST, LONGEST = 20, 1000
-"""Variables and texts within each other, and characters of a value."""
 
 
-class _Script:
-    """What a script says: its options, and what it assigns."""
+class _Variables:
+    """What a script assigns: by name, its texts, of which None is one that a test decides or that grows."""
 
-    def __init__(self, flags: frozenset[str]) -> None:
-        self._flags = flags
-        self._found: list[tuple[str, str, tuple[_Block, ...]]] = []
-        self._assigned: dict[str, set[str]] = {}
-        self._undecided: set[str] = set()
-        self._evaluating: list[str] = []
-        self._known: dict[str, Word] = {}
+    def __init__(self) -> None:
+        self.assigned: defaultdict[str, set[str | None]] = defaultdict(set)
+        self._known: dict[str, str] = {}
 
-    def load(self, text: str) -> dict[str, Any]:
-        """Return the options, by name.
+    def hold(self, text: str, within: tuple[str, ...] = ()) -> str:
+        """Return a text with what its variables hold; those that are open stay as they are written."""
+        return _VARIABLE.sub(lambda found: self._held(found, within), text)[:LONGEST]
 
-        >>> text = 'TP=2; ARGS="--tp $TP"' + chr(10) + 'python train.py $ARGS --pp=${PP:-4} --cp $CP --ep $((2 * TP))'
-        >>> _Script(frozenset()).load(text)
-        {'--tp': '2', '--pp': '4', '--cp': '$CP', '--ep': '4'}
-        """
-        self._read(re.sub(r"^[ \t]*#SBATCH[ \t]+(?=-)", "sbatch ", text, flags=re.MULTILINE))
-        found: dict[str, Any] = {}
-        for name, raw, blocks in self._found:
-            value, note = self._value(raw), ""
-            if any(block.several for block in blocks):
-                reason = "only one branch of an `if` or a `case` runs: leave the one that is meant"
-                value = Word(value, reason=reason)
-            elif blocks:
-                note = f"{name} is within an `if` or a loop: read as if it came to that"
-            agree(found, name, Word(value, reason=value.reason, note=note))
-        return found
+    def _held(self, found: re.Match[str], within: tuple[str, ...]) -> str:
+        if found["sum"] is not None:
+            named = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", r"${\1}", found["sum"][:200])
+            return _calculate(self.hold(named, within)) or found[0]
+        name = found["name"] or found["plain"] or ""
+        texts = self.assigned.get(name, set())
+        if name in within or not texts:  # N=${N:-4}
+            default = found["default"]
+            return found[0] if default is None else self.hold(_unquote(default), within)
+        if len(texts) > 1 or None in texts or len(within) > DEEPEST:
+            return found[0]
+        if name not in self._known:
+            self._known[name] = self.hold(str(*texts), (*within, name))
+        return self._known[name]
 
-    # ---- what is written
+    def may_hold_more(self, word: str) -> bool:
+        """Return whether a word is a variable of which the script does not say the options that it holds."""
+        variable = _VARIABLE.fullmatch(word)
+        name = (variable and (variable["name"] or variable["plain"])) or "?"
+        if not name[0].isalnum() and name[0] != "_":
+            return False
+        return name not in self.assigned or any(
+            "$(" in str(one) or "`" in str(one) for one in self.assigned[name]
+        )
 
-    def _read(self, text: str, around: tuple[_Block, ...] = (), depth: int = 0) -> None:
-        for words, inside, is_decided in _commands(text):
-            blocks = (*around, *inside)
-            if words[0] in ("for", "select", "read"):
-                self._undecided.update(words[1:2] if words[0] == "for" else words[1:])
-            first = words[0] if words[0].endswith("=(") else ""
-            while words and (words[0] in _DECLARES or (not first and _ASSIGNS.fullmatch(words[0]))):
-                if assigns := _ASSIGNS.fullmatch(words[0]):
-                    name, added, value = assigns.groups()
-                    self._assigned.setdefault(name, set()).add(_unquote(value))
-                    if added or blocks or is_decided:
-                        self._undecided.add(name)
-                    self._add_options(self._plain([value], blocks, depth), blocks)
-                words = words[1:]
-            if first:
-                self._assigned.setdefault(first.rstrip("+=("), set()).add("")
-            if words[:2] != ["ray", "start"]:  # its --num-gpus are a machine's
-                self._add_options(self._plain(words, blocks, depth), blocks)
 
-    def _plain(self, words: Sequence[str], blocks: tuple[_Block, ...], depth: int) -> list[str]:
-        """Return the words without their quotes; a text of options is read by itself, and "--" stands for it."""
-        found = []
-        for word in words:
-            plain = _unquote(word)
-            if not re.match(r"--[\w-]+=", word) and re.search(r"(\s|\A)--[a-zA-Z]\S*\s|\s--[a-zA-Z]", plain):
-                if depth < DEEPEST:
-                    self._read(plain, blocks, depth + 1)
-                plain = "--"
-            found.append(plain)
-        return found
+def _calculate(text: str) -> str:
+    """Return the value of an expression of whole numbers; "" if it is none."""
+    terms = text.replace("/", "//")
+    if "**" in terms or not re.fullmatch(r"[0-9\s+*/%()-]{1,100}", terms):
+        return ""
+    try:
+        return str(eval(terms.strip(), {"__builtins__": {}}))
+    except (SyntaxError, TypeError, ArithmeticError):
+        return ""
 
-    def _add_options(self, words: Sequence[str], blocks: tuple[_Block, ...]) -> None:
-        """Add the options, `--name=value`, `--name value`, `--flag`, and variables that may hold more of them."""
+
+def _options(text: str, flags: Collection[str]) -> dict[str, Any]:
+    """Return the options of a script, by name; `flags` have no value.
+
+    >>> text = 'TP=2; ARGS="--tp $TP"' + chr(10) + 'python train.py $ARGS --pp=${PP:-4} --cp $CP --ep $((2 * TP))'
+    >>> _options(text, ())
+    {'--tp': '2', '--pp': '4', '--cp': '$CP', '--ep': '4'}
+    """
+    variables, commands, found = _Variables(), list[tuple[list[str], bool]](), dict[str, Any]()
+    text = re.sub(r"^[ \t]*#SBATCH[ \t]+(?=-)", "sbatch ", text, flags=re.MULTILINE)
+    for words, is_decided in _commands(text):
+        while words and (words[0] in _DECLARES or _ASSIGNS.fullmatch(words[0])):
+            if assigns := _ASSIGNS.fullmatch(words[0]):
+                name, grows, value = assigns.groups()
+                variables.assigned[name].add(None if grows or is_decided else value)
+            words = words[1:]
+        commands.append((words, is_decided))
+    for words, is_decided in commands:
         is_slurm, starts = bool(words and _SLURM.fullmatch(words[0])), any(map(_STARTS.fullmatch, words))
-        for word, after in pairwise(words):
-            if (program := f"{word.rpartition('/')[2]} {after}") in PROGRAMS:
-                self._found.append((program, "true", ()))
         is_value = False
         for word, after in zip(words, [*words[1:], "--"], strict=False):
-            if is_slurm and not is_value and (short := re.fullmatch(r"-([NnG])=?(.*)", word)):
+            if (program := f"{word.rpartition('/')[2]} {after}") in PROGRAMS:
+                found[program] = "true"
+            if is_slurm and not is_value and (short := re.fullmatch(r"-([Nn])=?(.*)", word)):
                 word = f"{_SHORT[short[1]]}{'=' * bool(short[2])}{short[2]}"
             if is_value or not re.match(r"--[a-zA-Z]", word):
-                if starts and not is_value and self._may_hold_more(word):
-                    self._found.append((word, "", ()))
+                if starts and not is_value and variables.may_hold_more(word):
+                    found[word] = ""
                 is_value = False
                 continue
             name, equals, value = word.partition("=")
             name = name.replace("_", "-")
-            if name in self._flags and (value if equals else after).lower() == "false":
+            if name in flags and (value if equals else after).lower() == "false":
                 continue  # as programs say it that take Megatron's arguments in their own way
-            is_value = not equals and name not in self._flags and not after.startswith("--")
-            value = after if is_value else value if equals else "true"
-            self._found.append((name, value, blocks))
+            is_value = not equals and name not in flags and not after.startswith("--")
+            value = variables.hold(after if is_value else value if equals else "true")
+            agree(found, name, f"{value}, where a test or a loop decides" if is_decided else value)
             for variable in _ALLOCATED.get(name, ()) if words[0] == "sbatch" else ():
-                self._assigned.setdefault(variable, set()).add(value.partition("(")[0].rpartition(":")[2])
-
-    def _may_hold_more(self, word: str) -> bool:
-        """Return whether a word is a variable of which the script does not say the options that it holds."""
-        variable = _VARIABLE.fullmatch(word)
-        name = variable and (variable["name"] or variable["plain"])
-        if not name or (not name[0].isalnum() and name[0] != "_"):
-            return False
-        return name not in self._assigned or any(
-            "$(" in value or "`" in value for value in self._assigned[name]
-        )
-
-    # ---- what variables hold
-
-    def _value(self, text: str) -> Word:
-        """Return a text with what its variables hold, as far as the script says it."""
-        reasons: list[str] = []
-
-        def hold(found: re.Match[str]) -> str:
-            word = self._calculate(found["sum"]) if found["sum"] is not None else self._variable(found)
-            reasons.extend([word.reason] if word.reason else [])
-            return str(word)
-
-        value = _VARIABLE.sub(hold, text)
-        if len(value) > LONGEST:
-            value, reasons = value[:LONGEST], [*reasons, f"it has more than {LONGEST:,} characters"]
-        return Word(value, reason=reasons[0] if reasons else "")
-
-    def _variable(self, found: re.Match[str]) -> Word:
-        name = found["name"] or found["plain"]
-        if name is None:
-            return _open(found[0][1:], "what a program prints, or a text that is changed, is not known")
-        if name in self._known:
-            return self._known[name]
-        values = self._assigned.get(name, set())
-        if not values or name in self._evaluating:  # N=${N:-4}
-            if found["default"] is not None:
-                return self._value(_unquote(found["default"]))
-            return _open(name, "the script does not assign it")
-        if name in self._undecided or len(values) > 1 or len(self._evaluating) > DEEPEST:
-            return _open(name, "an `if`, a loop or another line decides what it is")
-        self._evaluating.append(name)
-        self._known[name] = value = self._value(next(iter(values)))
-        self._evaluating.pop()
-        return value
-
-    def _calculate(self, text: str) -> Word:
-        """Return the value of an expression of whole numbers."""
-        terms = self._value(re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", r"${\1}", text[:200])).replace("/", "//")
-        try:
-            if "**" in terms or not re.fullmatch(r"[0-9\s+*/%()-]{1,100}", terms):
-                raise ValueError
-            return Word(str(eval(terms.strip(), {"__builtins__": {}})))
-        except (ValueError, SyntaxError, TypeError, ArithmeticError):
-            return _open(f"(({text}))", "it cannot be calculated from what the script says")
-
-
-def _open(name: str, reason: str) -> Word:
-    """Return a variable whose value is open."""
-    return Word(f"${name[:60]}", reason=f"${name[:60]} is open ({reason}); write the number there, such as 2")
+                variables.assigned[variable].add(value.partition("(")[0].rpartition(":")[2])
+    return found

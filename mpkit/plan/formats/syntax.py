@@ -1,68 +1,21 @@
-"""How a format's values are written: Syntax, and JSON and YAML, whose nested keys are joined by dots here.
-
-Word is a value of a text, with what is open about it.
-"""
+"""How a format's values are written: Syntax, and JSON and YAML, whose nested keys are joined by dots here."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mpkit.common.size_limits import read_json
 from mpkit.plan.formats.request import ExportRequest
 
-__all__ = ["JSON", "YAML", "Page", "Syntax", "Word", "agree", "flat", "is_json", "shorten"]
-
-
-class Word(str):
-    """A value as the text has it.
-
-    Attributes:
-        reason: why nobody can tell the value from the text; "" if one can.
-        note: what was assumed to tell it; "" if nothing.
-    """
-
-    reason: str
-    note: str
-
-    def __new__(cls, text: str, *, reason: str = "", note: str = "") -> Word:
-        """Return the text with what is open about it."""
-        word = super().__new__(cls, text)
-        word.reason, word.note = reason, note
-        return word
-
-
-def agree(values: dict[str, Any], name: str, value: Any) -> None:
-    """Add a value; if there is another one of that name, none can be told from the text.
-
-    >>> values = {"tp": "2"}
-    >>> agree(values, "tp", "4")
-    >>> values["tp"].reason
-    "the text says both '2' and '4': write one of them"
-    """
-    before = values.setdefault(name, value)
-    if before != value and not (isinstance(before, Word) and before.reason):
-        both = f"{shorten(before)} and {shorten(value)}"
-        values[name] = Word(both, reason=f"the text says both {both}: write one of them")
-
-
-def shorten(value: Any) -> str:
-    """Return a value as an error shows it: its beginning, if it is long.
-
-    >>> shorten([1, 2]), shorten(16**5000)
-    ('[1, 2]', 'a number of 20001 bits')
-    """
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-# ---- texts
+__all__ = ["JSON", "YAML", "Page", "Syntax", "agree", "flat", "is_json", "shorten", "tables"]
 
 
 @dataclass(frozen=True)
@@ -92,8 +45,39 @@ class Syntax:
     annotate: Callable[[Page], str]
 
 
-DEEPEST, MOST = 50, 20_000
-"""Levels of mappings, and events of YAML, which PyYAML takes a second for."""
+@lru_cache(1)
+def tables() -> dict[str, Any]:
+    """Return the tables of formats.toml."""
+    return tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
+
+
+def agree(values: dict[str, Any], name: str, value: Any) -> None:
+    """Add a value; where the text says two of a name, both are in its place, and no key takes that.
+
+    >>> values = {"tp": 2}
+    >>> agree(values, "tp", 4)
+    >>> values
+    {'tp': '2 and also 4'}
+    """
+    before = values.setdefault(name, value)
+    if before != value and " and also " not in str(before):
+        values[name] = f"{shorten(before)} and also {shorten(value)}"
+
+
+def shorten(value: Any) -> str:
+    """Return a value as an error shows it: its beginning, if it is long.
+
+    >>> shorten([1, 2]), shorten(16**5000)
+    ('[1, 2]', 'a number of 20001 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+DEEPEST = 50
+"""Levels of mappings."""
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -157,7 +141,7 @@ def is_json(text: str) -> bool:
 
 def _load_json(text: str) -> dict[str, Any]:
     plain = _LAST_COMMA.sub(lambda found: found[1] or "", _plain_json(text))
-    return flat(read_json(plain, MOST, unique=True))
+    return flat(read_json(plain, unique=True))
 
 
 def _dump_json(page: Page) -> str:
@@ -172,21 +156,18 @@ def _annotate_json(page: Page) -> str:
 
 
 def _load_yaml(text: str) -> dict[str, Any]:
-    """Read YAML, after each of its events was seen: an alias can stand for more than any memory holds."""
+    """Read YAML without aliases: one can stand for more than any memory holds."""
     try:
         yaml = import_module("yaml")
     except ImportError as error:
         raise ImportError(f"YAML is read by PyYAML ({error}):\n    pip install pyyaml") from None
-    depth = 0
     try:
-        for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-            where = f"line {event.start_mark.line + 1}"
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-                what = "a tag" if getattr(event, "tag", None) else "an alias"
-                raise ValueError(f"{where}: {what} is not read: write the value itself")
-            if depth > DEEPEST or count > MOST:
-                raise ValueError(f"{where}: a configuration has at most {DEEPEST} levels and {MOST:,} values")
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
+                why = f"it is nested more than {DEEPEST} deep" if depth > DEEPEST else "an alias is not read"
+                raise ValueError(f"line {event.start_mark.line + 1}: {why}: write the value itself")
         return flat(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ValueError(f"this is no YAML: {error}") from None

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from mpkit.plan.formats.python_code import assignments
+from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, number_of
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
 
-__all__ = ["CLASSES", "TORCHTITAN"]
+__all__ = ["TORCHTITAN"]
 
 CLASSES = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
 P, T, RECOMPUTED = "parallelism", "training", "activation_checkpoint"
@@ -30,36 +30,19 @@ def _names(asked: ExportRequest) -> Mapping[str, Any]:
     return {"torch_schedule": known.get(str(plan.schedule) if named else "", known[ONE_F_ONE_B])}
 
 
-def _read_schedule(value: Any) -> Mapping[str, Any]:
-    ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
-    if str(value).lower() not in ours:
-        raise ValueError(f"one of {', '.join(names_in('torchtitan').values())}")
-    name = ours[str(value).lower()]
-    return {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
-
-
-def _read_degree(value: Any) -> Mapping[str, Any]:
-    if value != -1:
-        number_of(value)
-    return {}
-
-
-def _read_recompute(value: Any) -> Mapping[str, Any]:
-    if not str(value).startswith("FullAC."):
-        why = (
-            "a Plan recomputes attentions, not operators"
-            if str(value).startswith("SelectiveAC.")
-            else getattr(value, "reason", "it is another class")
-        )
-        raise ValueError(f"{why}: FullAC.Config()")
-    return {"recompute": "full"}
-
-
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    if (torchs := values.get(f"{P}.pipeline_parallel_schedule")) is not None:
+        ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
+        if (name := ours.get(str(torchs).lower())) is None:
+            raise ValueError(
+                f"torchtitan: pipeline_parallel_schedule = {torchs!r:.80}: one of "
+                f"{', '.join(names_in('torchtitan').values())}"
+            )
+        fields |= {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
     replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))
     shard = _count_shards(values, fields, replicate, notes)
     if shard > 1 and replicate > 1:
-        fields |= {"dp_shard": shard, "dp_replicate": replicate}
+        fields["dp_shard"] = shard
     pipelined, policy = fields.get("pp", 1) > 1, values.get(f"{P}.fsdp_reshard_after_forward", "default")
     if shard * fields.get("cp", 1) > 1 or fields.get("offload") == "params":  # ranks of cp are sharded too
         fields["zero"] = 2 if policy == "never" or (policy == "default" and pipelined) else 3
@@ -110,10 +93,4 @@ def _body(page: Page) -> str:
     return "\n".join([*names, "", assignments(page, CLASSES)])
 
 
-TORCHTITAN = FormatCode(
-    _finish,
-    _check,
-    _names,
-    readers={"@recompute": _read_recompute, "@degree": _read_degree, "@schedule": _read_schedule},
-    body=_body,
-)
+TORCHTITAN = FormatCode(python_code(_body, CLASSES), _finish, _check, _names)

@@ -39,10 +39,10 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
         header += ["Not said here:", *(f"  {each}" for each in effects)]
         said = "; ".join(effects)
         warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
-    comments = {key.name: key.comment for key in chosen.keys if key.name in values}
+    comments = {name: chosen.keys[name].comment for name in values}
     page = Page(asked, values, comments, header)
-    config = Config(chosen.syntax.dump(page))
-    config.kind, config.annotated = name, chosen.syntax.annotate(page)
+    config = Config(chosen.code.syntax.dump(page))
+    config.kind, config.annotated = name, chosen.code.syntax.annotate(page)
     config.comments, config.cannot_say = comments, cannot
     return config
 

@@ -5,7 +5,7 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
 `draw` shows it, and one runtime (`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
 
     action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0; what is held between actions
-    core, read   Schedule: a row of actions for each rank, and what an action needs; made of text, lists or a function
+    core         Schedule: a row of actions for each rank, made of text, lists or a function; what an action needs
     play         when each action can run, on paper; draws a schedule in text
     schedules    those of the literature, pure functions of (p, m) or (p, m, v), and which rank holds which stage
     catalogue    the schedules by name

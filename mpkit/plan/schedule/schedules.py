@@ -35,7 +35,7 @@ split some or all backwards into I and W. `down` and `up` are a rank's two stage
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 
 from mpkit.plan.schedule.action import Action
@@ -155,12 +155,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2;
     with a flush after each batch, as here: Narayanan et al. 2021 (below), section 2.2.1 and figure 4.
     """
-    rows = []
-    for stage in range(p):
-        forwards = [Action("F", stage, i) for i in range(m)]
-        backwards = [Action("B", stage, i) for i in range(m)]
-        rows.append(list(_one_by_one(forwards, backwards, warm_up=p - 1 - stage)))
-    return Schedule(rows, name="1f1b")
+    return _in_phases("1f1b", p, m, 1, lambda rank, turn: p - 1 - rank)
 
 
 def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
@@ -177,12 +172,7 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     SC 2021, section 2.2.2 and figure 4.
     """
-    rows = []
-    for rank in range(p):
-        turn, forwards, backwards = in_turns(rank, p, m, v, "B")
-        warm_up = (v - 1) * turn + 2 * (p - 1 - rank)
-        rows.append(list(_one_by_one(forwards, backwards, warm_up)))
-    return Schedule(rows, "interleaved_1f1b", loops(p, v))
+    return _in_phases("interleaved_1f1b", p, m, v, lambda rank, turn: (v - 1) * turn + 2 * (p - 1 - rank))
 
 
 def overlapped_1f1b(p: int, m: int, v: int = 1) -> Schedule:
@@ -198,14 +188,9 @@ def overlapped_1f1b(p: int, m: int, v: int = 1) -> Schedule:
     Source: Megatron-Core (d98e8a6), `pipeline_parallel/combined_1f1b.py` and `get_pp_rank_microbatches`, by
     `--overlap-moe-expert-parallel-comm`; with several ranks it has several stages on each.
     """
-    rows = []
-    together: list[Action] = []
-    for rank in range(p):
-        turn, forwards, backwards = in_turns(rank, p, m, v, "B")
-        warm_up = (v - 1) * turn + 2 * (p - 1 - rank) + 1
-        rows.append(list(_one_by_one(forwards, backwards, warm_up)))
-        together += forwards[warm_up:]
-    return Schedule(rows, "overlapped_1f1b", loops(p, v), together)
+    return _in_phases(
+        "overlapped_1f1b", p, m, v, lambda rank, turn: (v - 1) * turn + 2 * (p - 1 - rank) + 1, in_pairs=True
+    )
 
 
 def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, list[Action], list[Action]]:
@@ -228,15 +213,35 @@ def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, lis
     return lengths[0], forwards, backwards
 
 
-def _one_by_one(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Action]:
-    """Yield warm-up, steady phase and cool-down of a rank with these forwards and backwards."""
-    warm_up = min(warm_up, len(forwards))
-    steady = len(forwards) - warm_up
-    yield from forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards[steady:]
+def _in_phases(
+    name: str, p: int, m: int, v: int, warm_up: Callable[[int, int], int],
+    lead: Callable[[int], tuple[int, int]] | None = None, *, in_pairs: bool = False,
+) -> Schedule:  # fmt: skip
+    """Build a schedule in which each rank runs a warm-up of forwards, a steady phase in turns and a cool-down.
+
+    Args:
+        name: the schedule's.
+        p, m, v: ranks, micro-batches, stages per rank.
+        warm_up: of a rank and the length of its first turn: the forwards before its first backward.
+        lead: of a rank, where backwards are split: a W runs once the I's are ahead by more than this in the steady
+            phase, and in the cool-down; None: backwards are whole.
+        in_pairs: whether a forward of the steady phase runs as one with its backward.
+    """
+    rows, together = [], list[Action]()
+    for rank in range(p):
+        turn, forwards, backwards = in_turns(rank, p, m, v, "I" if lead else "B")
+        first = min(warm_up(rank, turn), len(forwards))
+        row, weights, done = forwards[:first], [Action("W", stage, i) for _, stage, i in backwards], 0
+        steady, cool_down = lead(rank) if lead else (m * v, m * v)
+        for number, backward in enumerate(backwards, 1):
+            is_steady = first + number <= len(forwards)
+            row += [forwards[first + number - 1], backward] if is_steady else [backward]
+            if number - done > (steady if is_steady else cool_down):
+                row.append(weights[done])
+                done += 1
+        rows.append(row + (weights[done:] if lead else []))
+        together += forwards[first:] if in_pairs else []
+    return Schedule(rows, name, loops(p, v), together)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -251,11 +256,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 3, top.
     """
-    rows = []
-    for s in range(p):
-        forwards, inputs = _of_stage(s, m)
-        rows.append(list(_fill_phases(forwards, inputs, warm_up=p - 1 - s, lead=s, lead_at_the_end=0)))
-    return Schedule(rows, name="zb_h1")
+    return _in_phases("zb_h1", p, m, 1, lambda rank, turn: p - 1 - rank, lambda rank: (rank, 0))
 
 
 def zb_h2(p: int, m: int) -> Schedule:
@@ -273,13 +274,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, sections 2.2 and 4 and figure 3, bottom.
     """
-    rows = []
-    for s in range(p):
-        forwards, inputs = _of_stage(s, m)
-        rows.append(
-            list(_fill_phases(forwards, inputs, warm_up=2 * (p - 1 - s), lead=2 * s, lead_at_the_end=s))
-        )
-    return Schedule(rows, name="zb_h2")
+    return _in_phases("zb_h2", p, m, 1, lambda rank, turn: 2 * (p - 1 - rank), lambda rank: (2 * rank, rank))
 
 
 def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
@@ -295,39 +290,9 @@ def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     Source: both combined, as in PyTorch's ScheduleInterleavedZeroBubble: Narayanan et al. 2021, section 2.2.2,
     and Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
     """
-    rows = []
-    for rank in range(p):
-        turn, forwards, inputs = in_turns(rank, p, m, v, "I")
-        warm_up = (v - 1) * turn + p - 1 - rank
-        rows.append(list(_fill_phases(forwards, inputs, warm_up, lead=rank, lead_at_the_end=0)))
-    return Schedule(rows, "interleaved_zb", loops(p, v))
-
-
-def _of_stage(s: int, m: int) -> tuple[list[Action], list[Action]]:
-    return [Action("F", s, i) for i in range(m)], [Action("I", s, i) for i in range(m)]
-
-
-def _fill_phases(
-    forwards: Sequence[Action], inputs: Sequence[Action], warm_up: int, lead: int, lead_at_the_end: int
-) -> Iterator[Action]:
-    """Yield the four phases of a rank with these F's and I's; a W runs once the I's lead by more than `lead`."""
-    warm_up = min(warm_up, len(forwards))
-    steady = len(forwards) - warm_up
-    weights = [Action("W", stage, i) for _, stage, i in inputs]
-    done = 0
-    yield from forwards[:warm_up]
-    for i in range(steady):
-        yield forwards[warm_up + i]
-        yield inputs[i]
-        if i + 1 - done > lead:
-            yield weights[done]
-            done += 1
-    for i in range(steady, len(inputs)):
-        yield inputs[i]
-        if i + 1 - done > lead_at_the_end:
-            yield weights[done]
-            done += 1
-    yield from weights[done:]
+    return _in_phases(
+        "interleaved_zb", p, m, v, lambda rank, turn: (v - 1) * turn + p - 1 - rank, lambda rank: (rank, 0)
+    )
 
 
 def zbv(p: int, m: int) -> Schedule:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpkit.plan.schedule.action import COMPUTE, Action, live
@@ -19,23 +20,19 @@ Spot = tuple[int, int]
 
 def validate(
     schedule: Schedule,
-    stages: int | None = None,
-    microbatches: int | None = None,
     *,
     max_live: float | Sequence[float] | None = None,
     activation: float | Sequence[float] = 1,
 ) -> None:
     """Check a schedule of compute before anything runs.
 
-    1. Each row holds actions of its own rank's stages and of existing micro-batches, each of them once.
+    1. Each row holds actions of its own rank's stages, each of them once.
     2. Nothing is missing: each stage and micro-batch has an F, and a B or both I and W.
     3. It finishes: no action comes before what it needs, and no ranks wait for each other in a cycle.
     4. No rank holds more activations than `max_live`.
 
     Args:
         schedule: a schedule of compute only; `lower` adds the messages.
-        stages: the number of stages; if left out, as many as the schedule names.
-        microbatches: the number of micro-batches, m; likewise.
         max_live: the most activations that a rank may hold at once: one number for all ranks, or one per rank.
         activation: how much a stage holds per micro-batch, from its F to the end of its B or W: a number, or one per
             stage, in the unit of max_live.
@@ -52,10 +49,8 @@ def validate(
                  ^^^
     rank 1 | 1F0 1F1 1B0 1B1
     """
-    stages = schedule.stages if stages is None else stages
-    microbatches = schedule.microbatches if microbatches is None else microbatches
-    _check_rows(schedule, stages, microbatches)
-    _check_complete(schedule, stages, microbatches)
+    _check_rows(schedule)
+    _check_complete(schedule)
     _check_finishes(schedule)
     if max_live is not None:
         _check_memory(schedule, max_live, activation)
@@ -64,7 +59,7 @@ def validate(
 # ---- 1. each row by itself
 
 
-def _check_rows(schedule: Schedule, stages: int, microbatches: int) -> None:
+def _check_rows(schedule: Schedule) -> None:
     seen: dict[Action, Spot] = {}
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
@@ -72,11 +67,6 @@ def _check_rows(schedule: Schedule, stages: int, microbatches: int) -> None:
             if action.kind not in COMPUTE:
                 _fail(schedule, f"{action} is a message. Write compute only ({', '.join(COMPUTE)}): mpkit adds "
                       "sends and receives where they are needed", here)  # fmt: skip
-            if action.stage >= stages:
-                _fail(schedule, f"there is no stage {action.stage}: the stages are {_range(stages)}", here)
-            if action.microbatch >= microbatches:
-                _fail(schedule, f"there is no micro-batch {action.microbatch}: they are "
-                      f"{_range(microbatches)}", here)  # fmt: skip
             holder = schedule.stage_to_rank[action.stage]
             if holder != rank:
                 _fail(schedule, f"{action} is in rank {rank}'s row, but stage {action.stage} is on rank {holder}, "
@@ -98,47 +88,21 @@ def _check_rows(schedule: Schedule, stages: int, microbatches: int) -> None:
 # ---- 2. nothing is missing
 
 
-def _check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
-    _check_numbers(schedule, "stage", stages, lambda action: action.stage)
-    _check_numbers(schedule, "micro-batch", microbatches, lambda action: action.microbatch)
-    for stage in range(stages):
-        for m in range(microbatches):
-            forward, backward = Action("F", stage, m), Action("B", stage, m)
-            halves = Action("I", stage, m), Action("W", stage, m)
-            if forward not in schedule:
-                _miss(schedule, forward, f"stage {stage} never sees micro-batch {m}")
-            if backward in schedule or all(half in schedule for half in halves):
-                continue
-            if any(half in schedule for half in halves):
-                lacking = next(half for half in halves if half not in schedule)
-                _miss(schedule, lacking, "a split backward needs both I and W")
-            _miss(schedule, backward, f"micro-batch {m} leaves no gradient on stage {stage}")
-
-
-def _check_numbers(schedule: Schedule, what: str, count: int, number: Callable[[Action], int]) -> None:
-    """Check that no stage or micro-batch is missing altogether, as when another's number was meant."""
-    there = {number(action) for row in schedule.rows for action in row}
-    absent = next((n for n in range(count) if n not in there), None)
-    if absent is None:
-        return
-    for rank, row in enumerate(schedule.rows):
-        for position, action in enumerate(row):
-            if number(action) > absent:
-                _fail(schedule, f"no row has {what} {absent}, though there is {action}: they are {_range(count)}",
-                      (rank, position))  # fmt: skip
-    _fail(schedule, f"no row has {what} {absent}: they are {_range(count)}")
-
-
-def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
-    """Fail because an action is missing; the arrow is at another one of its micro-batch, at best on its rank."""
-    holder = schedule.stage_to_rank[action.stage]
-    spots = [
-        (rank != holder, rank, position)
-        for rank, row in enumerate(schedule.rows)
-        for position, other in enumerate(row)
-        if other.microbatch == action.microbatch
-    ]
-    _fail(schedule, f"{action} is missing: {why}", min(spots)[1:])
+def _check_complete(schedule: Schedule) -> None:
+    for stage, m in product(range(schedule.stages), range(schedule.microbatches)):
+        forward, backward, *halves = (Action(kind, stage, m) for kind in "FBIW")
+        lacking = [half for half in halves if half not in schedule]
+        if forward not in schedule:
+            missing, why = forward, f"stage {stage} never sees micro-batch {m}"
+        elif not lacking or backward in schedule:
+            continue
+        elif len(lacking) == 1:
+            missing, why = lacking[0], "a split backward needs both I and W"
+        else:
+            missing, why = backward, f"micro-batch {m} leaves no gradient on stage {stage}"
+        holder = schedule.stage_to_rank[stage]
+        end = [(holder, len(schedule.rows[holder]) - 1)] if schedule.rows[holder] else []
+        _fail(schedule, f"{missing} is missing: {why}", *end)
 
 
 # ---- 3. it finishes
@@ -212,13 +176,6 @@ def each(name: str, value: float | Sequence[float], count: int, what: str) -> li
             f"{name}={value!r}: a number above 0, or {count} of them, one per {what}, such as {name}={[4] * count}"
         )
     return [float(number) for number in given]
-
-
-# ---- in words
-
-
-def _range(count: int) -> str:
-    return "0 only" if count == 1 else f"0 to {count - 1}"
 
 
 def _fail(schedule: Schedule, reason: str, *arrows: Spot) -> NoReturn:

@@ -405,7 +405,7 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
     own_tokens = plan.sequence_parallel and plan.tp > 1
     if layer.capacity is not None and (plan.dp * plan.cp * plan.microbatches > 1 or own_tokens):
         whole = {
-            "dp": 1, "dp_shard": None, "dp_replicate": None, "cp": 1, "cp_method": "ring", "microbatches": 1, "zero": 0,
+            "dp": 1, "dp_shard": None, "cp": 1, "cp_method": "ring", "microbatches": 1, "zero": 0,
             "offload": "none", "ep": 1, "etp": None, "sequence_parallel": False,
         }  # fmt: skip
         yield (
