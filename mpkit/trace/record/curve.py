@@ -96,11 +96,12 @@ def _sums(records: Array) -> dict[str, int]:
 
 def _thin(records: Array, position: Array, peak: int) -> tuple[Array, Array, int]:
     """Sum up the changes between some points, one of which is the peak; return what is left, and the peak's place."""
-    kinds = len(np.unique(records["category"]))
+    # Not np.unique, whose first call imports numpy.ma: 40 ms of CPU time in each rank.
+    kinds = np.count_nonzero(np.bincount(records["category"]))
     points = np.linspace(0, len(records), max(POINTS // kinds, 2)).round().astype(int)
-    ends = np.unique(np.append(points[1:], peak))
+    ends = sorted({*points[1:].tolist(), peak} - {0})
     kept, at, begin = list[Array](), 0, 0
-    for end in ends[ends > 0].tolist():
+    for end in ends:
         sums = [
             (nbytes, CATEGORIES.index(name)) for name, nbytes in _sums(records[begin:end]).items() if nbytes
         ]
@@ -112,7 +113,7 @@ def _thin(records: Array, position: Array, peak: int) -> tuple[Array, Array, int
         begin = end
         if end == peak:
             at = sum(map(len, kept))
-    places = [position[end - 1].repeat(len(each)) for end, each in zip(ends[ends > 0], kept, strict=True)]
+    places = [position[end - 1].repeat(len(each)) for end, each in zip(ends, kept, strict=True)]
     return np.concatenate(kept), np.concatenate(places), at
 
 
