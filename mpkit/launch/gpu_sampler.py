@@ -1,14 +1,17 @@
 """The sampler: what the ranks' GPUs are doing, ten times per second, beside what the ranks record of themselves.
 
-A thread of the process that watches the run asks NVML, so that no rank spends time on it, and writes rank3.gpu in the
-launch's folder for every rank on that GPU, on the clock of the ranks' operations.
+A thread of the process that watches the run asks NVML, the driver's library for monitoring, so that no rank spends
+time on it, and writes rank3.gpu in the launch's folder for every rank on that GPU, on the clock of the ranks'
+operations. The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins. It has run on one H200, whose
+answers are in benchmarks/gpu/h200.json.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,10 @@ import numpy as np
 
 from mpkit.common.launch_folder import Settings, part
 from mpkit.devices.local.gpus import inventory_of
-from mpkit.devices.local.nvml import NOT_SAMPLED, NvmlGpu, NvmlMissing, open_nvml
 from mpkit.trace import HEADER, SAMPLE
 from mpkit.trace.record.files import RecordFile
 
-__all__ = ["PERIOD", "GpuSampler", "gpus_of", "sampler_for"]
+__all__ = ["NOT_SAMPLED", "PERIOD", "GpuSampler", "gpus_of", "read_gpu"]
 
 PERIOD = 0.1
 """Seconds from one sample of a GPU to the next."""
@@ -28,68 +30,87 @@ PERIOD = 0.1
 GIVE_UP = 1.0
 """Seconds to wait for the thread where a GPU no longer answers."""
 
-
-def sampler_for(settings: Settings) -> GpuSampler:
-    """Return the sampler of a launch; one that samples nothing where ranks are on no GPU that NVML can read."""
-    if settings.device != "cuda":
-        return GpuSampler(None, [])
-    try:
-        gpus, nvml = gpus_of(settings), open_nvml()
-        try:
-            return GpuSampler(nvml, gpus)
-        except NvmlMissing:
-            nvml.nvmlShutdown()
-            raise
-    except NvmlMissing as missing:
-        return GpuSampler(None, [], str(missing))
+NOT_SAMPLED = "GPUs were not sampled (utilisation, memory in use)"
 
 
 def gpus_of(settings: Settings) -> list[str]:
-    """Return the UUID of each rank's GPU.
-
-    Raises:
-        NvmlMissing: it is not known.
-    """
+    """Return the UUID or bus id of each rank's GPU; "" where it is not known."""
     inventory = inventory_of("cuda")
     numbers = settings.numbers or list(range(settings.devices))
-    found = [
-        inventory.devices[numbers[rank % len(numbers)]].identity if inventory is not None else ""
-        for rank in range(settings.ranks)
-    ]
-    if not all(found):
-        raise NvmlMissing(
-            f"{NOT_SAMPLED}: nvidia-smi does not tell which GPUs these ranks are on; `mpkit doctor gpus not found` "
-            "looks for the cause."
-        )
-    return found
+    if inventory is None:
+        return [""] * settings.ranks
+    return [inventory.devices[numbers[rank % len(numbers)]].identity for rank in range(settings.ranks)]
+
+
+def read_gpu(nvml: Any, gpu: Any) -> tuple[float, float]:
+    """Return a GPU's utilisation and its memory in use; nan where the GPU or its driver does not tell.
+
+    Args:
+        nvml: the module pynvml.
+        gpu: NVML's handle of the GPU.
+
+    Returns:
+        The percent of the driver's last sample period (1/6 s to 1 s) in which a kernel ran; the bytes in use by all
+        processes and the driver.
+    """
+
+    def ask(question: Callable[[], float]) -> float:
+        try:
+            return float(question())
+        except nvml.NVMLError:  # not supported, or the GPU is lost
+            return nan
+
+    return (
+        ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+    )
 
 
 class GpuSampler:
-    """Samples the GPUs of a launch's ranks from `start` to `close`.
+    """Samples the GPUs of a launch's ranks from `start` to `close`; none where they are not on GPUs that NVML knows.
 
     Args:
-        nvml: the module pynvml; None: nothing is sampled.
-        gpus: the UUID of each rank's GPU.
-        why_not: why nothing is sampled where one would expect it.
+        settings: those of the launch.
 
     Attributes:
         meta: what the trace's meta says of it: "sampled_gpus", a UUID per rank, or "gpus_not_sampled", a sentence.
-
-    Raises:
-        NvmlMissing: NVML does not know one of the GPUs.
     """
 
-    def __init__(self, nvml: Any, gpus: Sequence[str], why_not: str = "") -> None:
-        self._nvml = nvml
-        self._ranks: dict[str, list[int]] = {}
-        for rank, gpu in enumerate(gpus):
-            self._ranks.setdefault(gpu, []).append(rank)
-        self._gpus = {gpu: NvmlGpu(nvml, gpu) for gpu in self._ranks}
+    def __init__(self, settings: Settings) -> None:
+        self._nvml: Any = None
+        self._gpus: dict[str, tuple[Any, list[int]]] = {}  # by UUID: NVML's handle, and the ranks on it
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.meta: dict[str, Any] = {"sampled_gpus": list(gpus)} if gpus else {}
-        if why_not:
-            self.meta["gpus_not_sampled"] = why_not
+        self.meta: dict[str, Any] = {}
+        if settings.device == "cuda":
+            gpus = gpus_of(settings)
+            why = self._open(gpus)
+            self.meta = {"gpus_not_sampled": f"{NOT_SAMPLED}: {why}."} if why else {"sampled_gpus": gpus}
+
+    def _open(self, gpus: list[str]) -> str:
+        """Find the ranks' GPUs with NVML; return why that is not possible, "" if it is."""
+        steps = "`mpkit doctor gpus not found` looks for the cause"
+        if not all(gpus):
+            return f"nvidia-smi does not tell which GPUs these ranks are on; {steps}"
+        try:
+            import pynvml
+        except ImportError:
+            return 'the package nvidia-ml-py is missing; pip install "mpkit[gpu]" installs it'
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            return f"NVML answers {str(error)!r}; {steps}"
+        for gpu in dict.fromkeys(gpus):
+            by = "UUID" if gpu.startswith("GPU-") else "PciBusId"
+            try:
+                handle = getattr(pynvml, f"nvmlDeviceGetHandleBy{by}")(gpu)
+            except pynvml.NVMLError as error:
+                self._gpus.clear()
+                pynvml.nvmlShutdown()
+                return f"NVML answers {str(error)!r} for {gpu}; `nvidia-smi -L` lists the GPUs"
+            self._gpus[gpu] = handle, [rank for rank, each in enumerate(gpus) if each == gpu]
+        self._nvml = pynvml
+        return ""
 
     def start(self, folder: Path) -> None:
         """Sample from now on, into the folder of the launch.
@@ -97,14 +118,15 @@ class GpuSampler:
         Raises:
             OSError: the disk has no space for the samples.
         """
-        if not self._ranks:
-            return
-        files = {
-            gpu: [RecordFile(part(folder, rank, "gpu"), "gpu", SAMPLE.itemsize, 512) for rank in ranks]
-            for gpu, ranks in self._ranks.items()
-        }
-        self._thread = threading.Thread(target=self._sample, args=(files,), name="mpkit-gpus", daemon=True)
-        self._thread.start()
+        files = [
+            (gpu, [RecordFile(part(folder, rank, "gpu"), "gpu", SAMPLE.itemsize, 512) for rank in ranks])
+            for gpu, ranks in self._gpus.values()
+        ]
+        if files:
+            self._thread = threading.Thread(
+                target=self._sample, args=(files,), name="mpkit-gpus", daemon=True
+            )
+            self._thread.start()
 
     def close(self) -> None:
         """Take no more samples; those that were taken are complete when this returns."""
@@ -116,20 +138,19 @@ class GpuSampler:
         if self._nvml is not None and (self._thread is None or not self._thread.is_alive()):
             self._nvml.nvmlShutdown()
 
-    def _sample(self, files: dict[str, list[RecordFile]]) -> None:
+    def _sample(self, files: list[tuple[Any, list[RecordFile]]]) -> None:
         """Write a sample of each GPU every `PERIOD` until it is over."""
         due = time.monotonic()
         while True:
-            for gpu, own in self._gpus.items():
-                reading = own.read()
-                sample = np.array([(time.monotonic_ns(), *reading)], SAMPLE).tobytes()
-                for file in [file for file in files[gpu] if not _write(file, sample)]:
+            for gpu, own in files:
+                sample = np.array([(time.monotonic_ns(), *read_gpu(self._nvml, gpu))], SAMPLE).tobytes()
+                for file in [file for file in own if not _write(file, sample)]:
                     file.close(1)  # the disk is full: a warning has said so
-                    files[gpu].remove(file)
+                    own.remove(file)
             due = max(due + PERIOD, time.monotonic())
             if self._over.wait(due - time.monotonic()):
                 break
-        for file in (each for own in files.values() for each in own):
+        for file in (each for _, own in files for each in own):
             file.close(1)
 
 

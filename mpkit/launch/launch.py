@@ -23,7 +23,7 @@ from typing import IO, Any
 from mpkit.common.launch_folder import Settings, part
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
-from mpkit.launch.gpu_sampler import sampler_for
+from mpkit.launch.gpu_sampler import GpuSampler
 from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
 from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
 from mpkit.launch.process.output import OutputReader
@@ -144,7 +144,7 @@ class Launch(RankLaunch):
         self, fork_server: ForkServerClient, settings: Settings, payload: bytes, *, timeout: float | None,
         sink: Callable[[str], None], meta: dict[str, Any], modules: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self._sampler = sampler_for(settings)
+        self._sampler = GpuSampler(settings)
         facts = {"world_size": settings.ranks, "device": settings.device, "backend": settings.backend}
         super().__init__(settings.ranks, {**facts, **self._sampler.meta, **meta})
         self._fork_server = fork_server

@@ -32,9 +32,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from mpkit.common.disk import write_whole
 from mpkit.common.launch_folder import APART, LAUNCHED, TOGETHER, Settings, part, read_error, reserve
 from mpkit.common.torch_private import _world
-from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.failure import failure
+from mpkit.launch.gpu_sampler import NOT_SAMPLED
 from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
 from mpkit.launch.launch import RankLaunch
 from mpkit.launch.process.group import join

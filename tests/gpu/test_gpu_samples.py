@@ -16,9 +16,8 @@ import pytest
 import mpkit as mk
 from mpkit.common.launch_folder import Settings
 from mpkit.devices.local.gpus import Gpu, inventory_of_gpus
-from mpkit.devices.local.nvml import GpuReading, NvmlGpu
 from mpkit.launch import gpu_sampler
-from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sampler_for
+from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, read_gpu
 from mpkit.trace import MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import device_lines, pack_tracks
@@ -50,11 +49,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 def played(gpu: str, ops: int = 8) -> RankTrace:
     """A rank whose forwards take 50 ms of each 100 ms, and the samples of its GPU at the end of each 100 ms."""
     fake, samples = FakeNvml(), []
-    asked = NvmlGpu(fake, gpu)
     for number in range(8):
         now = ORIGIN + (number + 1) * TENTH
-        reading = asked.read()
-        samples.append(np.array([(now, *reading)], SAMPLE))
+        samples.append(np.array([(now, *read_gpu(fake, gpu))], SAMPLE))
         fake.next_round(gpu)
     recorded = np.zeros(ops, OP)
     recorded["kind"], recorded["lane"] = Kind.FORWARD, Lane.COMPUTE
@@ -74,15 +71,10 @@ def trace() -> mk.Trace:
 # ---------------------------------------------------------------- asked
 
 
-def test_a_gpu_is_read_in_bytes() -> None:
-    fake = FakeNvml()
-    reading = NvmlGpu(fake, FIRST).read()
-    assert reading == GpuReading(0, 2e9)
-
-
-def test_what_a_gpu_does_not_tell_is_nan() -> None:
-    reading = NvmlGpu(FakeNvml({"GPU-old": [{"utilisation": 7}]}), "GPU-old").read()
-    assert reading.utilisation == 7 and np.isnan(reading.memory)
+def test_a_gpu_is_read_in_bytes_and_what_it_does_not_tell_is_nan() -> None:
+    assert read_gpu(FakeNvml(), FIRST) == (0, 2e9)
+    utilisation, memory = read_gpu(FakeNvml({"GPU-old": [{"utilisation": 7}]}), "GPU-old")
+    assert utilisation == 7 and np.isnan(memory)
 
 
 def test_ranks_find_their_gpu_by_uuid(nvml: FakeNvml) -> None:
@@ -97,7 +89,7 @@ def test_a_missing_package_is_said_with_its_command(
     monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, trace: mk.Trace
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # `import pynvml` fails
-    sampler = sampler_for(settings())
+    sampler = GpuSampler(settings())
     said = sampler.meta["gpus_not_sampled"]
     assert said == (
         "GPUs were not sampled (utilisation, memory in use): the package nvidia-ml-py is missing; "
@@ -115,7 +107,7 @@ def test_a_missing_package_is_said_with_its_command(
 
 
 def test_each_ranks_file_grows_while_its_gpu_is_sampled(tmp_path: Path, nvml: FakeNvml) -> None:
-    sampler = sampler_for(settings(ranks=3, numbers=[1, 0]))
+    sampler = GpuSampler(settings(ranks=3, numbers=[1, 0]))
     sampler.start(tmp_path)
     wait_for(lambda: len(read(tmp_path, 0)) >= 3)
     sampler.close()
@@ -134,15 +126,14 @@ def read(folder: Path, rank: int) -> np.ndarray:
 
 
 def test_a_launch_samples_its_gpus_into_its_trace(
-    cluster: mk.Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: mk.Cluster, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml
 ) -> None:
     """The ranks are on CPUs, and the sampler asks FakeNvml as if they were not."""
-    fake = FakeNvml()
-    gpus = [FIRST, SECOND] * (cluster.ranks // 2)
-    monkeypatch.setattr("mpkit.launch.launch.sampler_for", lambda settings: GpuSampler(fake, gpus))
+    on_gpus = settings(cluster.ranks, numbers=[1, 0])
+    monkeypatch.setattr("mpkit.launch.launch.GpuSampler", lambda _: GpuSampler(on_gpus))
     cluster.run(lambda ctx: ctx.rank)
     found = cluster.trace
-    assert found.meta["sampled_gpus"] == gpus
+    assert found.meta["sampled_gpus"] == [FIRST, SECOND] * (cluster.ranks // 2)
     assert all(len(rank.samples) >= 1 for rank in found.ranks)
     assert found.ranks[1].samples["memory"][0] == 3.5e9
 

@@ -1,7 +1,7 @@
 """The doctor: what this machine has for parallel training, what that costs, and the command that fixes it.
 
 probe        facts of this machine as plain data: what NVML, the system and torch say
-measure      short measurements on ranks
+doctor       what `mk.doctor()` does, and short measurements on ranks
 rules        whether something holds, and with which numbers; findings.toml has the words
 variables    those of nccl and its surroundings, explained; variables.csv has them
 report       what `mk.doctor()` returns; the common issues of a guide, of which topics.toml has the steps

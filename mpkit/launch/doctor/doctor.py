@@ -1,24 +1,39 @@
-"""`mk.doctor()`: probe, measure, judge, report."""
+"""`mk.doctor()`: probe, measure, judge, report.
+
+Ranks measure messages and all-reduces: two on CPUs, or one per GPU. A call lasts from when its last rank arrives until
+its last rank is done, and the fastest tenth counts, since other load can only add time.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from statistics import quantiles
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
+from mpkit.devices.hardware import wire_factor
 from mpkit.errors import MpkitError
-from mpkit.launch.doctor.measure import RankMeasurements, measure
-from mpkit.launch.doctor.probe import Facts, probe, torch_build
+from mpkit.launch.doctor.probe import Facts, probe
 from mpkit.launch.doctor.report import CheckupReport, Topic, find_topic
 from mpkit.launch.doctor.rules import findings
 from mpkit.launch.doctor.variables import table
+from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    from mpkit.launch.session.cluster import Cluster
+    from mpkit.strategies.rank_context import Context
 
 __all__ = ["doctor", "judge"]
+
+SMALL = 4
+LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Bytes of a large message, by device."""
+
+REPEATS = 40
+"""How often each call is made; the first ones, which connect the ranks, do not count."""
+
+Spans = list[tuple[float, float]]
 
 
 @public
@@ -39,46 +54,70 @@ def doctor(topic: str | None = None, *, quick: bool = False) -> CheckupReport:
     """
     begin = monotonic()
     asked = None if topic is None else find_topic(topic)
-    if asked is not None and asked.name == "variables":
-        quick = True
-    with ExitStack() as stack:
-        # The cluster's helper process imports torch while commands are asked.
-        cluster = "left out (quick)" if quick else _cluster(stack)
-        facts = probe()
-        found = cluster if isinstance(cluster, str) else _measure_on_ranks(cluster)
-    return judge(facts, found, asked, seconds=monotonic() - begin)
+    facts = probe()
+    if not quick and (asked is None or asked.name != "variables"):
+        facts["measured"] = measure(facts["torch"]["gpus"])
+    return judge(facts, asked, seconds=monotonic() - begin)
 
 
-def judge(
-    facts: Facts, measured: RankMeasurements | str, topic: Topic | None = None, *, seconds: float = 0.0
-) -> CheckupReport:
-    """Return the report that follows from facts, and from what ranks measured, or why they did not."""
-    found = findings(facts, measured)
-    if topic is not None:
-        wanted = "variables" if topic.name == "variables" else None
-        found = [each for each in found if topic.name in each.topics or each.subject == wanted]
-    explained = [each for each in table().values() if each.meaning and topic and topic.name == "variables"]
+def judge(facts: Facts, topic: Topic | None = None, *, seconds: float = 0.0) -> CheckupReport:
+    """Return the report that follows from facts."""
+    found, explained = findings(facts), []
+    if topic is not None and topic.name == "variables":
+        found = [each for each in found if each.subject == "variables"]
+        explained = [each for each in table().values() if each.meaning]
+    elif topic is not None:
+        found = [each for each in found if topic.name in each.topics]
     return CheckupReport(tuple(found), topic, tuple(explained), facts["composed"], seconds)
 
 
-def _cluster(stack: ExitStack) -> Cluster | str:
-    """Make one rank per GPU, or two on CPUs; the stack closes it. Where there can be none, say why."""
+def measure(gpus: int) -> Facts:
+    """Return what ranks measure, or why they do not: that is a finding, and not the end of the report."""
     from mpkit.launch.session.cluster import Cluster
 
-    gpus = torch_build()["gpus"]
     try:
-        return stack.enter_context(Cluster(ranks=gpus) if gpus > 1 else Cluster(ranks=2, device="cpu"))
-    except ValueError as error:
-        return f"no ranks can be started here: {_first_line(error)}"
+        with Cluster(ranks=gpus) if gpus > 1 else Cluster(ranks=2, device="cpu") as cluster:
+            by_rank = cluster.run(_time_calls, timeout=60)
+    except (ValueError, MpkitError) as error:
+        return {"why": f"measuring on ranks failed: {str(error).strip().partition(chr(10))[0]}"}
+    nbytes = LARGE.get(cluster.device, LARGE["cpu"])
+    latency, message, reduction = (_seconds([spans[call] for spans in by_rank]) for call in range(3))
+    return {
+        "ranks": cluster.ranks, "backend": cluster.backend, "nbytes": nbytes, "latency": latency,
+        "bandwidth": nbytes / message,
+        "all_reduce": wire_factor(Kind.ALL_REDUCE, cluster.ranks) * nbytes / reduction,
+    }  # fmt: skip
 
 
-def _measure_on_ranks(cluster: Cluster) -> RankMeasurements | str:
-    """Measure on ranks. What fails there is a finding, not the end of the report."""
-    try:
-        return measure(cluster)
-    except MpkitError as error:
-        return f"measuring on ranks failed: {_first_line(error)}"
+def _time_calls(ctx: Context) -> list[Spans]:
+    """Return when a rank's calls began and ended: of a small message, a large one, and an all-reduce."""
+    import torch
+
+    sizes = SMALL, LARGE.get(ctx.device.type, LARGE["cpu"])
+    small, large = (torch.zeros(size // 4, device=ctx.device) for size in sizes)
+
+    def send(tensor: torch.Tensor) -> None:
+        if ctx.rank == 0:
+            ctx.comm.send(tensor, 1)
+        elif ctx.rank == 1:
+            ctx.comm.recv(tensor, 0)
+
+    def spans(call: Callable[..., Any], tensor: torch.Tensor) -> Spans:
+        found = []
+        for _ in range(REPEATS):
+            ctx.comm.barrier()
+            start = monotonic()
+            call(tensor)
+            if ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append((start, monotonic()))
+        return found[3:]
+
+    return [spans(send, small), spans(send, large), spans(ctx.comm.all_reduce, large)]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _seconds(by_rank: list[Spans]) -> float:
+    times = [
+        max(end for _, end in call) - max(start for start, _ in call) for call in zip(*by_rank, strict=True)
+    ]
+    return float(quantiles(times, n=10)[0])

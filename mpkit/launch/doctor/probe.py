@@ -41,6 +41,8 @@ Facts: TypeAlias = dict[str, Any]
     infiniband   whether there is an InfiniBand card
     torch        {"version", "cuda", "hip", "gpus", "nccl", "error"}
     environment  the environment variables
+    measured     {"ranks", "backend", "latency" (seconds of a message of 4 bytes), "nbytes" (of a large one),
+                 "bandwidth" and "all_reduce" (bytes per second of these, the latter on the wire)}; or {"why": text}
     composed     where the facts are from if not from this machine
 """
 
@@ -57,6 +59,7 @@ def probe(limit: float = 10.0) -> Facts:
         "shm": _shm(), "limits": _limits(), "interfaces": [name for _, name in socket.if_nameindex()],
         "infiniband": Path("/sys/class/infiniband").is_dir(),
         "torch": torch_build(), "environment": dict(os.environ), "composed": "",
+        "measured": {"why": "left out (quick)"},
     }  # fmt: skip
 
 

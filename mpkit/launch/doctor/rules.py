@@ -17,7 +17,6 @@ from mpkit.common.units import memory_share, memory_text, seconds
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link, wire_factor
 from mpkit.devices.local.gpus import Gpu, visible
-from mpkit.launch.doctor.measure import RankMeasurements
 from mpkit.launch.doctor.probe import Facts
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural
 from mpkit.launch.doctor.variables import variables
@@ -55,20 +54,12 @@ SLOWER = 3.0
 """A link that is slower than the catalogue's by this factor costs."""
 
 
-def findings(facts: Facts, measured: RankMeasurements | str) -> list[CheckupFinding]:
-    """Return what all rules find.
-
-    Args:
-        facts: what `probe` returned.
-        measured: what ranks measured, or why nothing was.
-    """
+def findings(facts: Facts) -> list[CheckupFinding]:
+    """Return what all rules find."""
     rules: tuple[Callable[[Facts], Found], ...] = (
-        gpus, links, lanes, software, memory, cpus, shared_memory, limits,
+        gpus, links, lanes, software, memory, cpus, shared_memory, limits, variables, measured_link,
     )  # fmt: skip
-    found = [_finding(*each) for rule in rules for each in rule(facts)]
-    gpus_here = max(len(_listed(facts)), facts["torch"]["gpus"])
-    found += [_finding(*each) for each in variables(facts, gpus_here)]
-    return found + [_finding(*each) for each in measurements(facts, measured)]
+    return [_finding(*each) for rule in rules for each in rule(facts)]
 
 
 def _finding(name: str, values: dict[str, Any]) -> CheckupFinding:
@@ -130,10 +121,7 @@ def gpus(facts: Facts) -> Found:
 
 def _as_gpus(listed: list[Facts]) -> list[Gpu]:
     return [
-        Gpu(
-            number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"],
-            tuple(gpu["compute"]) if gpu["compute"] else None,
-        )
+        Gpu(number, *(gpu[each] for each in ("name", "uuid", "bus_id", "memory")), tuple(gpu["compute"] or ()) or None)
         for number, gpu in enumerate(listed)
     ]  # fmt: skip
 
@@ -360,48 +348,45 @@ def limits(facts: Facts) -> Found:
 # ---- measured ----------------------------------------------------------------------------------------------------
 
 
-def measurements(facts: Facts, measured: RankMeasurements | str) -> Found:
+def measured_link(facts: Facts) -> Found:
     """Yield the speed of the link between ranks beside the catalogue's."""
-    if isinstance(measured, str):
-        yield "not-measured", {"why": measured}
-    else:
-        yield _link(facts, measured)
-
-
-def _link(facts: Facts, found: RankMeasurements) -> tuple[str, dict[str, Any]]:
-    expected, name = _expected_link(facts, found)
+    found = facts["measured"]
+    if "why" in found:
+        yield "not-measured", found
+        return
     seen = (
-        f"{found.ranks} ranks over {found.backend}: a message of 4 bytes takes {seconds(found.latency)}, one of "
-        f"{found.nbytes >> 20} MiB goes at {found.bandwidth / 1e9:.3g} GB/s, "
-        f"an all-reduce at {found.all_reduce / 1e9:.3g} GB/s on the wire"
+        f"{found['ranks']} ranks over {found['backend']}: a message of 4 bytes takes {seconds(found['latency'])}, one "
+        f"of {found['nbytes'] >> 20} MiB goes at {found['bandwidth'] / 1e9:.3g} GB/s, "
+        f"an all-reduce at {found['all_reduce'] / 1e9:.3g} GB/s on the wire"
     )
+    expected, name = _expected_link(facts)
     if expected is None:
-        return "link", {"seen": f"{seen}; the catalogue has none like it"}
+        yield "link", {"seen": f"{seen}; the catalogue has none like it"}
+        return
     wanted = expected.bus.get(Kind.ALL_REDUCE, expected.bandwidth)
     seen += (
         f"; the catalogue's {name}: {seconds(expected.latency)}, {expected.bandwidth / 1e9:.3g} and "
         f"{wanted / 1e9:.3g} GB/s"
     )
-    slower = max(wanted / found.all_reduce, expected.bandwidth / found.bandwidth)
+    slower = max(wanted / found["all_reduce"], expected.bandwidth / found["bandwidth"])
     if slower <= SLOWER:
-        return "link", {"seen": seen}
-    if _is_busy(facts):
-        return "link", {"seen": f"{seen}; others use the CPUs, so it may be faster", "level": "note"}
-    return "link-slow", {
-        "seen": seen, "slower": slower, "latency": found.latency, "bandwidth": found.bandwidth,
-    }  # fmt: skip
+        yield "link", {"seen": seen}
+    elif _is_busy(facts):
+        yield "link", {"seen": f"{seen}; others use the CPUs, so it may be faster", "level": "note"}
+    else:
+        yield "link-slow", {**found, "seen": seen, "slower": slower}
 
 
-def _expected_link(facts: Facts, found: RankMeasurements) -> tuple[Link | None, str]:
+def _expected_link(facts: Facts) -> tuple[Link | None, str]:
     """Return the link of the catalogue that this machine's should be like."""
-    if found.backend == "gloo":
+    if facts["measured"]["backend"] == "gloo":
         return hardware("cpu").link, "loopback"
     pairs = facts["nvml"].get("links", [])
     if not pairs:
         return None, ""
-    if all(map(_nvlinks, pairs)):
-        name = _listed(facts)[0]["name"]
-        kind = next((part for part in ("A100", "H100", "H200", "B200") if part in name), None)
-        machine = f"8x-{kind.lower()}-nvlink" if kind else ""
-        return (hardware(machine).link, machine) if kind else (None, "")
-    return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
+    if not all(map(_nvlinks, pairs)):
+        return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
+    name = _listed(facts)[0]["name"]
+    kind = next((part for part in ("A100", "H100", "H200", "B200") if part in name), "")
+    machine = f"8x-{kind.lower()}-nvlink"
+    return (hardware(machine).link, machine) if kind else (None, "")

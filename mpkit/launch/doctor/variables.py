@@ -21,14 +21,6 @@ __all__ = ["Variable", "table", "variables"]
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
-OLD = {
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
-}
-"""torch's own variables as they were called before torch 2.2."""
-
 
 @dataclass(frozen=True)
 class Variable:
@@ -78,29 +70,25 @@ def table() -> Mapping[str, Variable]:
 Found = Iterator[tuple[str, dict[str, Any]]]
 
 
-def variables(facts: Facts, gpus: int) -> Found:
-    """Yield each variable that is set now, explained; mistyped ones, and values that it does not take.
-
-    Args:
-        facts: what `probe` returned.
-        gpus: how many there are.
-    """
+def variables(facts: Facts) -> Found:
+    """Yield each variable that is set now, explained; mistyped ones, and values that it does not take."""
     known, environment = table(), facts["environment"]
     set_now = sorted(name for name in environment if name in known or name.startswith(PREFIXES))
     for name in set_now:
-        finding, values = _judge(facts, name, environment[name], gpus)
+        finding, values = _judge(facts, name, environment[name])
         yield finding, {"name": name, "value": environment[name], "idle": "", **values}
     if not set_now:
         yield "variables-none", {}
 
 
-def _judge(facts: Facts, name: str, value: str, gpus: int) -> tuple[str, dict[str, Any]]:
+def _judge(facts: Facts, name: str, value: str) -> tuple[str, dict[str, Any]]:
     """Return the name of the finding about a variable, and the values of its words."""
     known = table()
     if name not in known:
-        near = [OLD[name]] if name in OLD else get_close_matches(name, known, 1, 0.8)
-        finding = "variable-old" if name in OLD else "variable-mistyped" if near else "variable-unknown"
-        return finding, {"near": "".join(near)}
+        if f"TORCH_{name}" in known:  # torch's own variables as they were called before torch 2.2
+            return "variable-old", {"near": f"TORCH_{name}"}
+        near = get_close_matches(name, known, 1, 0.8)
+        return "variable-mistyped" if near else "variable-unknown", {"near": "".join(near)}
     row = known[name]
     words = vars(row) | {"name": name}
     if not row.meaning:
@@ -112,19 +100,16 @@ def _judge(facts: Facts, name: str, value: str, gpus: int) -> tuple[str, dict[st
         there = facts["interfaces"]
         real = [one for one in there if one != "lo"] or there
         return "variable-interface", words | {"there": ", ".join(there), "real": real[0]}
-    words["idle"] = _idle(facts, name, gpus)
+    words["idle"] = _idle(facts, name)
     if not row.costs_if or value.strip().upper() != row.costs_if:
         return "variable", words | {"costs": ""}
     return "variable" if words["idle"] else "variable-costs", words
 
 
-def _idle(facts: Facts, name: str, gpus: int) -> str:
+def _idle(facts: Facts, name: str) -> str:
     """Return why a variable makes no difference here; "" if it does."""
-    if (
-        name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_"))
-        and gpus < 2
-        and not (name.startswith("CUDA_") and gpus)
-    ):
+    gpus = max(len(facts["nvml"].get("gpus", [])), facts["torch"]["gpus"])
+    if name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_")) and gpus < (1 if name.startswith("CUDA_") else 2):
         return "; with fewer than two GPUs nothing reads it" if gpus else "; without GPUs nothing reads it"
     pairs = [link["p2p"] for link in facts["nvml"].get("links", []) if link["p2p"]]
     if name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and pairs and "OK" not in pairs:

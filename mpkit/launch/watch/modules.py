@@ -26,7 +26,6 @@ from mpkit.common.torch_private import _Loss, tree_leaves
 from mpkit.launch.watch.actions import Actions
 from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.trace import Kind
-from mpkit.trace.record.hooks import layers_of
 from mpkit.trace.record.recorder import Recorder
 
 __all__ = ["Modules", "layers_to_record"]
@@ -185,12 +184,27 @@ def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[st
     inner = unwrap_module(root)
     if inner is None:
         return []
-    if depth is not None:
-        return list(_down_to(inner, depth, ""))
-    blocks = repeated_blocks(inner)
-    if not blocks:
-        return [(name, layer) for name, layer in layers_of(inner) if any(True for _ in layer.parameters())]
-    return list(_outermost_modules(inner, {id(block) for block in blocks.values()}, ""))
+    return list(_layers_within(inner, "", depth, {id(block) for block in repeated_blocks(inner).values()}))
+
+
+def _layers_within(
+    module: nn.Module, prefix: str, depth: int | None, blocks: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    lists = (nn.ModuleList, nn.ModuleDict)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if depth is None and blocks:
+            is_opened = id(child) not in blocks and any(id(inner) in blocks for inner in child.modules())
+        else:
+            is_opened = isinstance(child, lists if depth is not None else (*lists, nn.Sequential))
+        if is_opened:
+            yield from _layers_within(child, f"{path}.", depth, blocks)
+        elif depth is None:
+            if any(True for _ in child.parameters()):
+                yield path, child
+        elif depth > 0:
+            yield path, child
+            yield from _layers_within(child, f"{path}.", depth - 1, blocks)
 
 
 def unwrap_module(root: nn.Module) -> nn.Module | None:
@@ -208,27 +222,3 @@ def unwrap_module(root: nn.Module) -> nn.Module | None:
                 break
         else:
             return root
-
-
-def _down_to(module: nn.Module, depth: int, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    if depth < 1:
-        return
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _down_to(child, depth, f"{path}.")
-        else:
-            yield path, child
-            yield from _down_to(child, depth - 1, f"{path}.")
-
-
-def _outermost_modules(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks and the outermost modules with parameters that contain no block."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if id(child) in blocks:
-            yield path, child
-        elif any(id(inner) in blocks for inner in child.modules()):
-            yield from _outermost_modules(child, blocks, f"{path}.")
-        elif any(True for _ in child.parameters()):
-            yield path, child
