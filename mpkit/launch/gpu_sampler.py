@@ -2,8 +2,8 @@
 
 A thread of the process that watches the run asks NVML, the driver's library for monitoring, so that no rank spends
 time on it, and writes rank3.gpu in the launch's folder for every rank on that GPU, on the clock of the ranks'
-operations. The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins. It has run on one H200, whose
-answers are in benchmarks/gpu/h200.json.
+operations. The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins. It has run on one H200,
+whose answers are in benchmarks/gpu/h200.json.
 """
 
 from __future__ import annotations

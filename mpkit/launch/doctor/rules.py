@@ -121,7 +121,10 @@ def gpus(facts: Facts) -> Found:
 
 def _as_gpus(listed: list[Facts]) -> list[Gpu]:
     return [
-        Gpu(number, *(gpu[each] for each in ("name", "uuid", "bus_id", "memory")), tuple(gpu["compute"] or ()) or None)
+        Gpu(
+            number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"],
+            tuple(gpu["compute"]) if gpu["compute"] else None,
+        )
         for number, gpu in enumerate(listed)
     ]  # fmt: skip
 
