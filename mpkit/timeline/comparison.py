@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mpkit.common.display import ChartedResult, WidgetResult, data_frame
+from mpkit.common.display import ChartedResult, WidgetResult
 from mpkit.common.safe_text import visible
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
@@ -25,9 +25,6 @@ from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.simulation import simulate
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["ComparedStep", "Comparison", "compare", "compare_timelines"]
 
@@ -99,23 +96,6 @@ class Comparison(WidgetResult, ChartedResult):
             if row.name == name:
                 return row
         raise ValueError(f"gap({name!r}): the timelines are {', '.join(repr(row.name) for row in self.rows)}")
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per timeline: name, clock, step_time, bubble, seconds of work and of idle time, peak memory."""
-        return data_frame(
-            [
-                {
-                    "name": row.name,
-                    "clock": row.timeline.clock,
-                    "step_time": row.timeline.step_time,
-                    "bubble": row.timeline.bubble,
-                    "work": sum(row.work.values()),
-                }
-                | {f"idle: {cause}": seconds for cause, seconds in row.idle.items()}
-                | {"peak_memory": row.memory}
-                for row in self.rows
-            ]
-        )
 
 
 @public

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.display import DrawnResult, data_frame, draw, write_text
+from mpkit.common.display import DrawnResult, draw, write_text
 from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.idleness import CAUSES, SCHEDULED, causes_of
@@ -27,7 +27,7 @@ class Finding:
     """One reason why a step takes as long as it does.
 
     Attributes:
-        kind: what it is, such as "straggler" or "late bucket"; `mpkit.timeline.diagnosis.rules.RULES` has all kinds.
+        kind: what it is, such as "straggler" or "slow link"; `mpkit.timeline.diagnosis.rules.RULES` has all kinds.
         words: the finding, a sentence with its numbers.
         reason: why that costs time.
         remedy: what to try.
@@ -116,15 +116,6 @@ class Diagnosis(DrawnResult):
     def of(self, kind: str) -> list[Finding]:
         """Return the findings of one kind, such as "straggler"."""
         return [finding for finding in self.findings if finding.kind == kind]
-
-    def to_dataframe(self) -> Any:
-        """Return one row per finding.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        columns = ["kind", "words", "reason", "remedy", "gain", "by", "idle", "step", "ranks", "check"]
-        return data_frame(([getattr(each, name) for name in columns] for each in self.findings), columns)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return a page with the findings, each shown in the timeline; write it to `path` as well if that is given."""

@@ -65,7 +65,8 @@ class FormulaInputs:
         partial_bytes             gradients that are summed over the ranks of a sequence, once per step
         by_owner                  whether owners divide the update, whose shares are not even
         local_params, expert_params   by rank: elements of the parameters, of the experts, of which it has a replica
-        tied_bytes, split         by place along pp: what tied weights send per step; the share of split backwards
+        tied_bytes, tied_params   by place along pp: what tied weights send per step, and their elements there
+        split                     by place along pp: the share of backwards that are split
         loss_bytes                bytes that the loss all-reduces, and bytes that it all-gathers
 
     Attributes:
@@ -324,7 +325,10 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
     def volume(rank: int) -> float:
         split = known.at_place("split", rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0.0
         psi = known.params[rank] if both else known.replica_elements(rank, of_experts=of_experts)
-        return (times + split) * psi * known.element * (n - 1) / n
+        # A tied weight's gradients are complete when all of its stages are done: once a step.
+        tied = 0.0 if of_experts and not both else known.at_place("tied_params", rank)
+        less = (times - 1) * tied if zero > 1 and kind == Kind.REDUCE_SCATTER else 0.0
+        return ((times + split) * psi - less) * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, SENT_PART
+from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, SENT_PART, RankTrace
 
 __all__ = ["LiveFeed"]
 
@@ -51,10 +51,10 @@ class LiveFeed:
             # Read ops before names: an op's names are written before the op.
             ops = _records(self._folder / f"rank{rank}.ops", OP, first)
             memory, parts = self._new(f"rank{rank}.mem", MEMORY), self._new(f"rank{rank}.sent", SENT_PART)
-            samples = self._new(f"rank{rank}.gpu", SAMPLE) if self._sampled else None
+            samples = self._new(f"rank{rank}.gpu", SAMPLE) if self._sampled else np.zeros(0, SAMPLE)
             self._read_names(rank)
-            names = self._names[rank]
-            self._replay.feed(rank, ops, names, memory, first=first, samples=samples, sent_parts=parts)
+            new = RankTrace(ops, memory, self._names[rank], samples=samples, sent_parts=parts)
+            self._replay.feed(rank, new, first)
         return self._replay.advance()
 
     def timeline(self) -> Timeline:

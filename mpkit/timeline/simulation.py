@@ -25,7 +25,7 @@ from mpkit.plan.schedule.action import COMPUTE
 from mpkit.plan.schedule.play import BESIDE
 from mpkit.timeline.replay import SPAN, Replay
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, Lane, lane_of
+from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, Lane, RankTrace, lane_of
 
 __all__ = ["Times", "by_stage", "followed_by", "simulate", "time_of", "whole_backward"]
 
@@ -91,24 +91,19 @@ def simulate(
     link = Link("hop", time_of("hop", hop), inf)
     player = Replay(schedule.ranks, Hardware("simulated", UNIT, link, per_node=schedule.ranks))
     for rank, row in enumerate(lower(schedule).rows):
-        ops, memory, names = _records(schedule, rank, row, took, again, steps)
-        player.feed(rank, ops, names, memory)
-    return _simulated(player, {"plan": plan.to_json(), "schedule": schedule.name})
-
-
-def _simulated(player: Replay, meta: dict[str, Any]) -> Timeline:
-    """Return the timeline of what was played, without the FLOPs of a device that does one per second."""
+        player.feed(rank, _records(schedule, rank, row, took, again, steps))
     player.finish()
     played = player.collect()
-    played.clock, played.notes, played.meta = "simulated", [], meta
-    played.spans["flops"] = 0.0
+    played.clock, played.notes = "simulated", []
+    played.meta = {"plan": plan.to_json(), "schedule": schedule.name}
+    played.spans["flops"] = 0.0  # of a device that does one per second
     return Timeline.from_replay(played)
 
 
 def _records(
     schedule: Schedule, rank: int, row: Sequence[Action], took: dict[str, list[float]], again: list[float], steps: int
-) -> tuple[Array, Array, list[str]]:  # fmt: skip
-    """Return what a rank would record: its ops, its memory, and the names that they refer to.
+) -> RankTrace:  # fmt: skip
+    """Return what a rank would record.
 
     An op's FLOPs are its seconds, since the device does one per second. Op i lasts from 2i + 1 to 2i + 2 on the wall
     clock, which nothing but the order of memory depends on.
@@ -158,7 +153,7 @@ def _records(
                 add(KIND[kind], step, stage, m, took[BESIDE if action in beside else kind][stage])
                 if kind != "I":  # activations live from the start of F to the end of B or W
                     held.append((2 * len(ops) - (kind == "F"), len(ops), 1 if kind == "F" else -1))
-    return (*_tables(ops, held), list(names))
+    return RankTrace(*_tables(ops, held), list(names))
 
 
 def _tables(ops: list[tuple[Any, ...]], held: list[tuple[int, int, int]]) -> tuple[Array, Array]:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpkit.common.display import DrawnResult, data_frame
+from mpkit.common.display import DrawnResult
 from mpkit.plan.mesh_of_trace import mesh_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mpkit.trace import Trace
     from mpkit.trace.expert_load import Rows
 
@@ -59,19 +57,6 @@ class TokenRoutes(DrawnResult):
         """The share of rows that another rank computed."""
         matrix = self.matrix
         return float(1 - np.trace(matrix) / max(matrix.sum(), 1.0))
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per rank and expert: who sent how many rows to whom.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        listed = [
-            (rank, expert, self.owners[sender][expert], self.rows[sender, expert])
-            for sender, rank in enumerate(self.ranks)
-            for expert in range(self.rows.shape[1])
-        ]
-        return data_frame(listed, ["rank", "expert", "computed by", "rows"])
 
     __repr__ = DrawnResult.__str__
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import ChartedResult, data_frame
+from mpkit.common.display import ChartedResult
 from mpkit.devices.hardware import wire_factor
 from mpkit.plan.axes import TABLE
 from mpkit.plan.mesh import Mesh
@@ -26,8 +26,6 @@ from mpkit.plan.mesh_of_trace import axis_of, place_text
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "members_of", "sent_to", "unknown_payloads"]
@@ -193,19 +191,6 @@ class CommMatrix(ChartedResult):
             return f"Bytes from rank to rank{where}{left_out}"
         nobody = "Nobody is known to send bytes" if self.unknown else "Nobody sends any bytes"
         return f"{nobody}{where}{left_out}"
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per pair of ranks that communicate: axis, sender, receiver, bytes.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        rows = [
-            (axis, sender, receiver, matrix[sender, receiver])
-            for axis, matrix in self.by_axis.items()
-            for sender, receiver in np.argwhere(matrix > 0).tolist()
-        ]
-        return data_frame(rows, columns=["axis", "sender", "receiver", "bytes"])
 
     def __repr__(self) -> str:
         return f"<CommMatrix of {len(self.places)} ranks along {', '.join(self.axes) or 'no axis'}>"

@@ -1,8 +1,7 @@
 """How much a rank sends in a step, by axis and kind, beside what the formulas say (`mpkit.timeline.formulas`).
 
 Rows of tokens that travel to experts (all-to-alls along ep) are counted as they were sent and returned. The formula has
-uniform routing, and a step differs from it in two ways, which the note tells apart: a rank returns what it received, so
-that it handles more rows if its experts are busier; and more or fewer than 1/ep of its rows stay where they are.
+uniform routing; the note says how many more or fewer than 1 - 1/ep of a step's rows left their rank.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpkit.common.display import data_frame, draw
+from mpkit.common.display import draw
 from mpkit.common.units import percent
 from mpkit.plan.mesh import Mesh
 from mpkit.timeline.formulas import FormulaInputs, formula_of
@@ -18,8 +17,6 @@ from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["CommVolume", "VolumeRow", "comm_volume"]
@@ -57,26 +54,10 @@ class VolumeRow:
         return self.wire / self.expected if self.expected else None
 
     @property
-    def routed_more(self) -> float:
-        """How many more rows than the mean the experts of a rank received, as a share; 0 of another row.
-
-        Half of the rows that a rank handles are those that it returns. Where it sends anything else, it is not known.
-
-        >>> row = VolumeRow("ep", "all_to_all", 8, 220.0, 121.0, "4 T k h (ep-1)/ep", expected=100.0, even=110.0)
-        >>> round(row.routed_more, 9), round(row.moved_more, 9)
-        (0.2, 0.1)
-        """
-        routed = self._is_of_rows and "|Q" not in self.symbols
-        return 2 * (self.even / self.expected - 1) if routed and self.expected else 0.0
-
-    @property
     def moved_more(self) -> float:
         """How many more bytes left the rank along ep than if it sent as much to each, as a share."""
-        return self.wire / self.even - 1 if self._is_of_rows and self.even else 0.0
-
-    @property
-    def _is_of_rows(self) -> bool:
-        return self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word
+        is_of_rows = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word
+        return self.wire / self.even - 1 if is_of_rows and self.even else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,34 +80,15 @@ class CommVolume:
 
     @property
     def note(self) -> str:
-        """Why rows that travel to experts are not as many as the formula says; "" if they are."""
-        more, moved = (
-            next((each for row in self.rows if abs(each := getattr(row, name)) > 1e-3), 0.0)
-            for name in ("routed_more", "moved_more")
+        """How many more or fewer rows left for their experts than the formula says; "" if as many did."""
+        moved = next((each for row in self.rows if abs(each := row.moved_more) > 1e-3), 0.0)
+        whose = "a rank's rows" if self.rank is None else f"the rows of rank {self.rank}"
+        if not moved:
+            return ""
+        return (
+            f"ep: of {whose} {percent(abs(moved))} {'more' if moved > 0 else 'fewer'} left than under uniform routing, "
+            "which the formula has; comm_matrix('ep') has each pair of ranks."
         )
-        whose, notes = "a rank's rows" if self.rank is None else f"the rows of rank {self.rank}", list[str]()
-        if more and self.rank is None:
-            notes.append("choices that experts have no room for do not travel, and the formula counts them.")
-        elif more:
-            notes.append(
-                "the formula has equally busy experts. A rank returns the rows that it received, and the experts of "
-                f"rank {self.rank} received {percent(abs(more))} {_more(more)} than the mean."
-            )
-        if moved:
-            notes.append(
-                f"{'Of' if notes else 'of'} {whose} {percent(abs(moved))} {_more(moved)} left than under uniform "
-                "routing, which the formula has; comm_matrix('ep') has each pair of ranks."
-            )
-        return f"ep: {' '.join(notes)}" if notes else ""
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per axis and kind, with the columns of `VolumeRow` and the ratio.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        columns = ["axis", "kind", "calls", "payload", "wire", "symbols", "words", "expected", "ratio"]
-        return data_frame(([getattr(row, name) for name in columns] for row in self.rows), columns)
 
     def __str__(self) -> str:
         return str(draw(self, "text"))
@@ -166,7 +128,3 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
         f", without {unknown:,} communications of unknown bytes" if unknown else ""
     )
     return CommVolume(tuple(rows), f"What {whose}{where}", unknown, timeline.mesh, rank)
-
-
-def _more(share: float) -> str:
-    return "more" if share > 0 else "fewer"

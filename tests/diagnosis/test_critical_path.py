@@ -124,4 +124,3 @@ def test_it_prints_and_is_drawn() -> None:
     assert drawn.count('<rect class="path"') == len(path.ops)
     assert drawn.count('<line class="path"') == 2  # 0 to 1, and back
     assert path._repr_mimebundle_()["text/plain"] == text
-    assert list(path.to_dataframe().columns)[:2] == ["rank", "kind"]

@@ -131,13 +131,14 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
 # ---- other models ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_of_transformers_sends_it_too(train: Train) -> None:
-    """With tied weights, whose stages send gradients and weights."""
+@pytest.mark.parametrize("how", [{"tp": 2}, {"dp": 2, "zero": 2}], ids=words)
+def test_a_model_of_transformers_sends_it_too(train: Train, how: dict[str, Any]) -> None:
+    """With tied weights, whose stages send gradients and weights, and whose gradients replicas reduce once a step."""
     torch.manual_seed(3)
-    plan = mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2)
-    data = [({"input_ids": x}, y) for x, y in tokens(6, 8, 33)]
+    plan = mk.Plan(pp=2, schedule="1f1b", microbatches=2, **how)
+    data = [({"input_ids": x}, y) for x, y in tokens(8, 8, 33)]
     run = train(gpt2(), data, plan, loss=logits_loss, optimizer=sgd, steps=2)
-    check_ratios(run.timeline(), {"pp", "tp"})
+    check_ratios(run.timeline(), {"pp", *how} - {"zero"})
 
 
 def test_ulysses_sends_a_head_of_keys_to_all_that_need_it(train: Train) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -328,8 +328,7 @@ def placed(replaying: Replay) -> dict[tuple[int, int], tuple[float, float]]:
 def whole(ranks: list[Rank], hardware: Hardware = TOY) -> Replay:
     replaying = Replay(len(ranks), hardware)
     for number, rank in enumerate(ranks):
-        recorded = rank.trace()
-        replaying.feed(number, recorded.ops, recorded.names, recorded.memory)
+        replaying.feed(number, rank.trace())
     replaying.finish()
     return replaying
 
@@ -351,7 +350,9 @@ def test_it_does_not_matter_how_the_records_come_in(ranks: list[Rank], data: st.
         for op in rank.ops:
             op["flops"] = op.get("flops", 0.0) / 3
     replaying = Replay(len(ranks), TOY)
-    records = [rank.trace() for rank in ranks]
+    records = [
+        replace(rank.trace(), memory=np.zeros(0, MEMORY), sent_parts=np.zeros(0, SENT_PART)) for rank in ranks
+    ]
     reach = [0] * len(ranks)
     for _ in range(data.draw(st.integers(0, 6))):
         for number, recorded in enumerate(records):
@@ -360,9 +361,9 @@ def test_it_does_not_matter_how_the_records_come_in(ranks: list[Rank], data: st.
             ops = recorded.ops[first : reach[number]].copy()
             if len(ops) and data.draw(st.booleans()):
                 ops["end"][-1] = 0
-            replaying.feed(number, ops, recorded.names, first=first)
+            replaying.feed(number, replace(recorded, ops=ops), first)
         replaying.advance()
     for number, recorded in enumerate(records):
-        replaying.feed(number, recorded.ops, recorded.names)
+        replaying.feed(number, recorded)
     replaying.finish()
     assert placed(replaying) == placed(whole(ranks))

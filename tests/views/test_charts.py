@@ -24,7 +24,7 @@ from mpkit.strategies.placement.placement import place
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.traffic import sent_to
 from mpkit.timeline.volume import VolumeRow
-from mpkit.trace import CATEGORIES, OP, Kind
+from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace
 from mpkit.trace.metrics import Metrics
 from mpkit.views.chart.chart import Chart, Panel, Series, chart_text
 from mpkit.views.chart.figure import chart_figure
@@ -317,11 +317,9 @@ def stuck(kind: Kind, group: int, peer: int = -1) -> np.ndarray:
 
 
 def hung() -> mk.Timeline:
-    names = ["", "1>0#0", "0,1,2"]
     replay = Replay(3)
-    replay.feed(0, stuck(Kind.RECV, 1, peer=1), names)
-    replay.feed(1, stuck(Kind.ALL_REDUCE, 2), names)
-    replay.feed(2, stuck(Kind.ALL_REDUCE, 2), names)
+    for rank, ops in enumerate([stuck(Kind.RECV, 1, peer=1), *[stuck(Kind.ALL_REDUCE, 2)] * 2]):
+        replay.feed(rank, RankTrace(ops, np.zeros(0, MEMORY), ["", "1>0#0", "0,1,2"]))
     replay.finish()
     return mk.Timeline(**vars(replay.collect()))
 

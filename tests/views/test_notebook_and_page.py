@@ -18,7 +18,6 @@ from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard.widget import Dashboard
-from mpkit.views.drawing.pace import TimeLeft
 from mpkit.views.page.html import html
 from mpkit.views.timeline.widget import MOST, STEPS, TimelineView
 from mpkit.views.timeline.wire import COLUMNS
@@ -175,18 +174,6 @@ def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None
 
 
 # ---------------------------------------------------------------- memory
-
-
-def test_the_time_that_is_left_is_said_until_the_end(gpipe: mk.Timeline) -> None:
-    board = board_of("GPipe", LABELS, steps=9, on_stop=None)
-    now = iter([0.0, 40.0])
-    board._time_left = TimeLeft(9, clock=lambda: next(now))
-    for step in (3, 5):  # a training that was resumed after two steps
-        assert " left" not in board._words.value
-        board.set_progress(step, [4.5] * (step - 2))
-    assert "about 1:20 left" in board._words.value  # 20 s per step, 4 steps
-    board.finish(gpipe, "stopped", status="stopped")
-    assert " left" not in board._words.value and "step <b>5</b> of 9" in board.mimebundle()["text/html"]
 
 
 # ---- The schedule explorer: what its sliders, dropdowns, text and buttons do.

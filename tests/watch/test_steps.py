@@ -92,7 +92,7 @@ def two_dimensions(ctx: Any) -> None:
 
 def test_groups_have_the_names_of_the_programs_mesh(clusters: Clusters) -> None:
     clusters(4).run(two_dimensions, watch=True)
-    axes = set(clusters(4).timeline().comm_volume().to_dataframe()["axis"])
+    axes = {row.axis for row in clusters(4).timeline().comm_volume().rows}
     assert axes == {"dp", "tp"}
 
 

@@ -54,6 +54,7 @@ def describe_run(
         exchanging = plan.tp * plan.cp if plan.cp_method == "ulysses" else 1
         attentions = sample.attention_sizes(held, exchanging)
     kv_bytes, qo_bytes = ([n * average * dtype.itemsize for n in sizes] for sizes in attentions)
+    tied_bytes, tied_params = _tied(named, resolved, dtype.itemsize)
     return {
         "plan": plan.to_json(),
         "stages": [list(names) for names in resolved.placed],
@@ -71,7 +72,8 @@ def describe_run(
             "qo_bytes": qo_bytes,
             "loss_bytes": [sent * evenly for sent in resolved.loss_sends],
             "partial_bytes": _partial(named, resolved, held, max(4, dtype.itemsize)),
-            "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
+            "tied_bytes": tied_bytes,
+            "tied_params": tied_params,
             "split": _split(resolved.schedule),
             "by_owner": by_owner,
             **_expert_numbers(named, resolved, sample, average, dtype.itemsize),
@@ -161,24 +163,28 @@ def _partial(
     return [size * sum(whole[n].numel() // parts[n] for n in stage.values()) for stage in once]
 
 
-def _tied_bytes(whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, size: int) -> list[float]:
-    """Return, by place along pp, the bytes of tied weights sent per step.
+def _tied(
+    whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, size: int
+) -> tuple[list[float], list[float]]:
+    """Return, by place along pp, the bytes of tied weights sent per step, and the elements of those that are there.
 
     Gradients go to the owner, and weights to the borrowers.
     """
     plan, schedule = resolved.plan, resolved.schedule
-    sent = [0.0] * plan.pp
+    sent, there = [0.0] * plan.pp, [0.0] * plan.pp
     holders = {stage: place for place in range(plan.pp) for stage in schedule.stages_of(place)}
     for shared in resolved.shared:
         name = next(iter(shared.names.values()))
         if name not in whole or not whole[name].requires_grad:
             continue
-        each = whole[name].numel() * size / (plan.tp if name in resolved.sharded[0].shards else 1)
+        each = whole[name].numel() / (plan.tp if name in resolved.sharded[0].shards else 1)
         owner, *borrowers = dict.fromkeys(holders[stage] for stage in shared.names)
-        sent[owner] += each * len(borrowers)
+        sent[owner] += each * size * len(borrowers)
         for place in borrowers:
-            sent[place] += each
-    return sent
+            sent[place] += each * size
+        for place in (owner, *borrowers):
+            there[place] += each
+    return sent, there
 
 
 def _split(schedule: Schedule) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import WidgetResult, data_frame
+from mpkit.common.display import WidgetResult
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.replay.spans import ReplayResult
@@ -199,15 +199,6 @@ class CriticalPath(WidgetResult):
                 f"{self.timeline.world_size - 1} and {', '.join(there)}."
             )
         return rows
-
-    def to_dataframe(self) -> Any:
-        """Return one row per operation of the path: rank, kind, stage, microbatch, name, start and end in seconds.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        columns = ["rank", "kind", "stage", "microbatch", "name", "start", "end"]
-        return data_frame(([getattr(op, name) for name in columns] for op in self.ops), columns)
 
 
 def critical_path(timeline: ReplayResult, step: int) -> CriticalPath:

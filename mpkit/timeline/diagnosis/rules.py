@@ -1,7 +1,7 @@
 """All rules in order, and the diagnosis that they make.
 
-Special rules come before general ones, which leave out what has been explained: a late bucket is exposed communication
-as well, and a slow rank alone in its stage makes that the longest.
+Special rules come before general ones, which leave out what has been explained: what goes over a slow link is exposed
+communication as well, and a slow rank alone in its stage makes that the longest.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ import numpy as np
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
-from mpkit.timeline.diagnosis.communication import late_buckets, slow_links, small_messages
+from mpkit.timeline.diagnosis.communication import exposed_communication, slow_links
 from mpkit.timeline.diagnosis.evidence import Evidence, Rule
 from mpkit.timeline.diagnosis.stages import bubble, imbalance
 from mpkit.timeline.diagnosis.stragglers import stragglers
-from mpkit.timeline.diagnosis.without import (
-    FULL,
-    copies,
-    exposed_communication,
-    host_bound,
-    slow_loading,
-    synchronizing_calls,
-    useless_recomputation,
-)
+from mpkit.timeline.diagnosis.without import copies, host_bound, slow_loading, synchronizing_calls
 from mpkit.timeline.findings import Diagnosis, Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
 __all__ = ["RULES", "diagnose"]
+
+FULL = 0.9
+"""The share of a device's memory from which on an allocator has to search, and a longer batch ends the run: what CUDA's
+context, the libraries' workspaces and fragments take is not counted here, and comes to some percent."""
 
 MEDIAN_OF = 9
 """The last steps at most, of whose times the median is named where the diagnosed step's is another."""
@@ -91,9 +87,6 @@ RULES: dict[str, tuple[Rule, str]] = {
     "host-bound": (host_bound, "other"),
     "copies": (copies, "other"),
     "slow link": (slow_links, "communication"),
-    "late bucket": (late_buckets, "communication"),
-    "small messages": (small_messages, "communication"),
-    "useless recomputation": (useless_recomputation, ""),
     "unbalanced stages": (imbalance, "imbalance"),
     "schedule's bubble": (bubble, "dependency"),
     "exposed communication": (exposed_communication, "communication"),

@@ -5,8 +5,6 @@ synchronizing call      without barriers, copies of a few bytes to the host (los
                         behind them, in which the host launches everything anew
 host-bound              without all other gaps between operations
 copies                  without copies of more bytes between device and host
-exposed communication   without all communication of a kind; waiting for a late rank stays
-useless recomputation   without recomputed forwards, where at least half of the memory is free
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import bytes_text, memory_text, percent, seconds
+from mpkit.common.units import bytes_text, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
 from mpkit.timeline.diagnosis.stragglers import later_host_removed, lost_time, split_at_gap
 from mpkit.timeline.findings import Finding
-from mpkit.trace import Kind, Lane
+from mpkit.trace import Kind
 
-__all__ = [
-    "FULL", "copies", "exposed_communication", "host_bound", "slow_loading", "synchronizing_calls",
-    "useless_recomputation",
-]  # fmt: skip
+__all__ = ["copies", "host_bound", "slow_loading", "synchronizing_calls"]
 
 Array = npt.NDArray[Any]
 
@@ -36,15 +31,6 @@ FEW = 1024
 
 UNLIKE = 2.0
 """How many times as long as the others ranks must load to be named alone."""
-
-FULL = 0.9
-"""The share of a device's memory from which on an allocator has to search, and a longer batch ends the run: what CUDA's
-context, the libraries' workspaces and fragments take is not counted here, and comes to some percent."""
-
-ROOMY = 0.5
-"""The share of a device's memory up to which there may be room for activations; `mk.fits` says whether there is."""
-
-BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
 def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
@@ -125,72 +111,3 @@ def copies(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
         size=bytes_text(float(spans["bytes"].sum()) / many),
         each=seconds(float((spans["end"] - spans["start"]).sum()) / many) + " each" * (many > 1),
     )  # fmt: skip
-
-
-def exposed_communication(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
-    """Return a finding for each kind of communication that the step would be shorter without, and no rule explains."""
-    spans, found = evidence.spans, list[Finding]()
-    kinds = {Kind(int(kind)) for kind in np.unique(spans["kind"][spans["lane"] == Lane.COMM])}
-    busy, exposed = float(np.mean(evidence.one.comm_time)), float(np.mean(evidence.one.exposed_comm))
-    for kind in sorted(kinds - {Kind.SEND, Kind.BARRIER}):
-        rows = evidence.rows(*((Kind.SEND, Kind.RECV) if kind == Kind.RECV else (kind,)))
-        whole = evidence.gain_without(rows)
-        found += evidence.findings(
-            "exposed communication", kind.word, gain=whole - evidence.explained_seconds(rows, before), rows=rows,
-            reason=_late_reason(evidence, rows), whole=evidence.share(whole), time=seconds(whole), count=len(rows),
-            word=kind.word, busy=seconds(busy), hidden=seconds(busy - exposed),
-            what="messages between stages" if kind == Kind.RECV else kind.word.replace("_", "-"),
-        )  # fmt: skip
-    return found
-
-
-def _late_reason(evidence: Evidence, rows: Array) -> str:
-    """Say how much of it ran while its own rank had nothing left to compute in the step's backward; "" if little."""
-    spans = evidence.spans
-    back = np.isin(spans["kind"], BACKWARDS) & (spans["depth"] == 0)
-    last = np.full(evidence.graph.world_size, -np.inf)
-    np.maximum.at(last, spans["rank"][back], spans["end"][back])
-    last[np.isinf(last)] = np.inf
-    times = spans["end"][rows] - spans["start"][rows]
-    late = spans["start"][rows] >= last[spans["rank"][rows]]
-    share = float(times[late].sum()) / max(float(times.sum()), 1e-30)
-    begins = "of its time begins when the backward has ended, so there is nothing to hide it behind."
-    return f"{share:.0%} {begins}" if share > 0.5 else ""
-
-
-def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
-    """Return a finding if there seems to be room for what is recomputed."""
-    took = _without_recomputation(evidence)
-    held = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
-    # An imported trace may not have the allocator's events: then nothing is known of memory.
-    if took is None or not all(held):
-        return []
-    memory = evidence.machine.device.memory if evidence.machine else 0
-    shares = [used / memory if memory else 0.0 for used in held]
-    rank = int(np.argmax(held))
-    if shares[rank] > ROOMY:
-        return []
-    room = f" of {memory_text(memory)} ({percent(shares[rank])})" if memory else ""
-    return evidence.findings(
-        "useless recomputation", gain=evidence.gain(took),
-        rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE), number=evidence.whole.rank_number(rank),
-        held=memory_text(held[rank]), room=room,
-    )  # fmt: skip
-
-
-def _without_recomputation(evidence: Evidence) -> Array | None:
-    """Return the durations without recomputation; None if there is none. Within a backward, it is taken off that."""
-    spans, graph = evidence.spans, evidence.graph
-    again = np.flatnonzero((spans["kind"] == Kind.RECOMPUTE) & (spans["lane"] == Lane.COMPUTE))
-    if not len(again):
-        return None
-    took = graph.durations_without(graph.nodes_of(again[spans["depth"][again] == 0]))
-    back = evidence.work.row[np.isin(evidence.work.kind, BACKWARDS)]
-    for row in again[spans["depth"][again] > 0].tolist():
-        length = float(spans["end"][row] - spans["start"][row])
-        around = (spans["rank"][back] == spans["rank"][row]) & (spans["start"][back] <= spans["start"][row])
-        for node in graph.of_row.get(int(back[around][-1]), []) if around.any() else []:
-            less = min(length, float(took[node]))
-            took[node] -= less
-            length -= less
-    return took

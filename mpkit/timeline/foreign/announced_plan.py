@@ -1,10 +1,9 @@
 """The plan that the libraries of a trace's program announce, and what they leave open.
 
-    pipeline       annotations of torch.distributed.pipelining, "PP:2F0": stages, and the order on each rank
     replicas       DistributedDataParallel.forward; FSDP2's gathers by layer; ZeroRedundancyOptimizer
     meshes         a DeviceMesh's axis in the description of a process group: tp, cp, ep, dp
-    left           communication within forwards and backwards that none of these explains: then no plan follows, and
-                   `mk.open(path, plan=...)` takes the plan of who knows the program
+    left           messages, and communication within forwards and backwards that none of these explains: then no plan
+                   follows, and `mk.open(path, plan=...)` takes the plan of who knows the program
 
 Sizes of groups count absent ranks too, so that a few ranks of many tell them as well.
 """
@@ -20,13 +19,11 @@ import numpy as np
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import axis_of
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES
 from mpkit.timeline.foreign.kineto import PATTERNS, Events
 from mpkit.trace import Kind, RankTrace, Trace
 
 __all__ = ["InferredStrategy", "infer", "plan_of_mesh", "said_by"]
 
-_LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W"}
 _AXES = {"tp": "tp", "cp": "cp", "sp": "cp", "ep": "ep", "dp": "dp"}
 """By the name of a mesh's axis, the degree of a plan that it is."""
 
@@ -98,7 +95,7 @@ def infer(trace: Trace) -> InferredStrategy:
     everything = [call for mine in calls for call in mine]
     options: dict[str, Any] = {}
     evidence: list[str] = []
-    announced = _pipeline(ranks), _meshes(everything), _fsdp(facts, everything), _ddp(facts, everything)
+    announced = _meshes(everything), _fsdp(facts, everything), _ddp(facts, everything)
     for found, sentences in announced:
         options = found | options
         evidence += sentences
@@ -111,9 +108,7 @@ def infer(trace: Trace) -> InferredStrategy:
     except ValueError as error:
         return InferredStrategy(None, [*evidence, f"These do not make a plan of mpkit's: {error}"])
     if plan.ranks > world and not left:
-        degrees = " x ".join(
-            f"{axis}={options[axis]}" for axis in ("pp", "dp", "tp", "cp") if axis in options
-        )
+        degrees = " x ".join(f"{axis}={options[axis]}" for axis in ("dp", "tp", "cp") if axis in options)
         left = [f"{degrees} would be {plan.ranks} ranks, and there are {world}."]
         evidence += left
     if imported.get("world_size") and plan.ranks < world and not left:
@@ -231,59 +226,6 @@ def _gradients(calls: list[Call]) -> list[Call]:
     ]  # fmt: skip
 
 
-def _pipeline(ranks: list[RankTrace]) -> Found:
-    """Return what annotations of torch.distributed.pipelining say, and the schedule that has their order."""
-    first_stage: dict[int, tuple[int, int]] = {}  # the rank whose first stage it is, and that rank's last one
-    for number, rank in enumerate(ranks):
-        stages = rank.ops["stage"][(rank.ops["kind"] < Kind.WAIT) & (rank.ops["stage"] >= 0)]
-        if len(stages):
-            first_stage[int(stages.min())] = number, int(stages.max())
-    if len(first_stage) < 2:
-        return {}, []
-    order = {stage: _order(ranks[number]) for stage, (number, _) in sorted(first_stage.items())}
-    microbatches = max(
-        (int(word.split("F")[1]) + 1 for row in order.values() for word in row if "F" in word), default=1
-    )
-    stages_in_all, p = 1 + max(last for _, last in first_stage.values()), len(first_stage)
-    virtual = max(1, stages_in_all // p)
-    name = _schedule(order, p, microbatches, virtual)
-    begin = " ".join(order[min(order)][: 2 * p + 2])
-    evidence = [
-        f"Annotations of torch.distributed.pipelining name {stages_in_all} stages on {p} ranks. The first stage's "
-        f"order in a step is {begin} ..., {microbatches} micro-batches: "
-        + (f"schedule {name!r}." if name else "no schedule of mpkit's has this order on all ranks.")
-    ]
-    schedule = {"schedule": name} if name else {}
-    return {"pp": p, "microbatches": microbatches, "virtual_stages": virtual, **schedule}, evidence
-
-
-def _order(rank: RankTrace) -> list[str]:
-    """Return a rank's actions of a step as torch writes them, "2F0"."""
-    ops = rank.ops
-    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], ACTIONS) & (ops["microbatch"] >= 0)]
-    words = [f"{row['stage']}{_LETTERS[Kind(int(row['kind']))]}{row['microbatch']}" for row in actions]
-    return [word for word, before in zip(words, ["", *words], strict=False) if word != before]
-
-
-def _schedule(order: dict[int, list[str]], p: int, microbatches: int, virtual: int) -> str:
-    """Return the name of the schedule that has this order on all of its ranks; "" if none has."""
-    # Of one micro-batch all have the same order: then it is what a Plan has by default.
-    for name in (GPIPE, *SCHEDULES):
-        if not SCHEDULES[name].can_have(virtual):
-            continue
-        try:
-            more = {"virtual_stages": virtual} if virtual > 1 else {}
-            rows: Any = Plan.pipeline(name, p, microbatches, **more).build().rows
-        except ValueError:  # no such schedule of this many micro-batches
-            continue
-        if all(
-            [f"{a.stage}{a.kind}{a.microbatch}" for a in rows[place]] == row
-            for place, row in enumerate(order.values())
-        ):
-            return name
-    return ""
-
-
 # ---- what is left open ------------------------------------------------------------------------------------------
 
 
@@ -300,7 +242,6 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
             or (not is_message and (call.phase < 0 or 0 < call.nbytes <= FEW))
             or (fsdp and call.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
             or (ddp and (call.kind == Kind.BROADCAST or id(call) in gradients))
-            or (is_message and "pp" in options)
         )
         if not explained:
             phase = Kind.FORWARD if call.phase == Kind.FORWARD or is_message else Kind.BACKWARD

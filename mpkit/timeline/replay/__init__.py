@@ -11,6 +11,8 @@ wall_clock  the wall clock
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.core import Replay
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, ReplayResult
@@ -47,16 +49,7 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
         return as_measured(trace)
     replaying = Replay(trace.world_size, hardware, meta=trace.meta)
     for rank, recorded in enumerate(trace.ranks):
-        samples = (
-            recorded.samples if hardware is None else None
-        )  # other devices would have been busy otherwise
-        replaying.feed(
-            rank,
-            recorded.ops,
-            recorded.names,
-            recorded.memory,
-            samples=samples,
-            sent_parts=recorded.sent_parts,
-        )
+        elsewhere = hardware is not None  # other devices would have been busy otherwise
+        replaying.feed(rank, replace(recorded, samples=recorded.samples[:0]) if elsewhere else recorded)
     replaying.finish()
     return replaying.collect()

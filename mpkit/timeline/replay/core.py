@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.devices.hardware import Hardware
-from mpkit.timeline.replay.costs import MEASURED, machine
+from mpkit.timeline.replay.costs import machine_of
 from mpkit.timeline.replay.memory import placed_samples, read_sent_parts
 from mpkit.timeline.replay.network import ReplayNetwork
 from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.rank import RankReplay, waiting_ranks
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, PART_SENT, SPAN, Names, ReplayResult
-from mpkit.trace import TIMED_BY_EVENTS
+from mpkit.trace import TIMED_BY_EVENTS, RankTrace
 
 __all__ = ["Replay"]
 
@@ -46,11 +46,11 @@ class Replay:
     Attributes:
         notes: what a reader should know about the times.
 
-    >>> from mpkit.trace import OP, Kind
+    >>> from mpkit.trace import MEMORY, OP, Kind, RankTrace
     >>> one = np.zeros(1, OP)
     >>> one["kind"], one["start"], one["end"], one["cpu"] = Kind.FORWARD, 1, 9, 3_000_000_000
     >>> live = Replay(world_size=1)
-    >>> live.feed(0, one, [""])
+    >>> live.feed(0, RankTrace(one, np.zeros(0, MEMORY), [""]))
     >>> len(live.advance())         # nothing has begun after it: what is within it may still be to come
     0
     >>> live.finish()["end"]
@@ -64,18 +64,14 @@ class Replay:
         *,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        chosen, cost, self.notes = machine(hardware, meta or {}, world_size)
-        self._meta = {**(meta or {}), "hardware": chosen.name}
+        machine = machine_of(hardware, meta or {}, world_size)
+        self.notes = machine.notes
+        self._meta = {**(meta or {}), "hardware": machine.hardware.name}
         self._names = Names()
-        self._network = ReplayNetwork(world_size, chosen)
+        self._network = ReplayNetwork(world_size, machine.hardware)
         on_gpu = self._meta.get("device") in TIMED_BY_EVENTS
-        imported = "imported" in self._meta  # its copies and loads run beside its kernels
         self._ranks = [
-            RankReplay(
-                rank,
-                RankProgram(cost(rank), holds_steps=on_gpu, measured=imported or cost(rank) in MEASURED),
-                self._names,
-            )
+            RankReplay(rank, RankProgram(machine.cost(rank), on_gpu, machine.includes_copies), self._names)
             for rank in range(world_size)
         ]
         self._rows = 0
@@ -99,44 +95,27 @@ class Replay:
         """Return the number of the first op of a rank that the next `feed` must include."""
         return self._ranks[rank].program.count
 
-    def feed(
-        self,
-        rank: int,
-        ops: Array,
-        names: Sequence[str],
-        memory: Array | None = None,
-        *,
-        first: int = 0,
-        samples: Array | None = None,
-        sent_parts: Array | None = None,
-    ) -> None:
+    def feed(self, rank: int, new: RankTrace, first: int = 0) -> None:
         """Give the replay a rank's records, as far as there are any.
 
-        Open ops are read again later: give all records each time, or those from `wants(rank)` on. An open communication
+        Open ops are read again later: give all ops each time, or those from `wants(rank)` on. An open communication
         overlaps with what follows it; any other open op stops its rank there until it has ended.
 
         Args:
             rank: the rank that made the records.
-            ops: (n,) of `OP` in program order.
-            names: all the strings that this rank's ops refer to.
-            memory: (m,) of `MEMORY`, the new changes only: each change is given once.
-            first: the number of `ops[0]` in the rank's program.
-            samples: (s,) of `SAMPLE`, the new samples of the rank's GPU only.
-            sent_parts: (k,) of `SENT_PART`, the new parts of all-to-alls only.
+            new: ops, and all names that the rank's ops refer to; of everything else only what is new.
+            first: the number of `new.ops[0]` in the rank's program.
 
         Raises:
             ValueError: ops before `first` are missing.
         """
         this = self._ranks[rank]
-        this.program.feed(ops, first)
-        this.lines.extend(names)
-        if memory is not None and len(memory):
-            this.memory = np.concatenate([this.memory, memory])
-        if samples is not None and len(samples):
-            this.samples = np.concatenate([this.samples, samples])
-        if sent_parts is not None and len(sent_parts):
-            this.sent_parts = np.concatenate([this.sent_parts, sent_parts])
-            self._network.know_parts(rank, sent_parts)
+        this.program.feed(new.ops, first)
+        this.lines.extend(new.names)
+        this.memory = np.concatenate([this.memory, new.memory])
+        this.samples = np.concatenate([this.samples, new.samples])
+        this.sent_parts = np.concatenate([this.sent_parts, new.sent_parts])
+        self._network.know_parts(rank, new.sent_parts)
 
     # ---- out ----------------------------------------------------------------------------------------------
 
@@ -160,43 +139,25 @@ class Replay:
             self._meta["waiting"] = waiting_ranks(self._ranks)
         return spans
 
-    def _sort_spans(self) -> tuple[Array, Array, Array]:
-        """Return all spans, their ops, and their order by rank and start."""
-        spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
-        return spans, ops, np.lexsort((ops, spans["start"], spans["rank"]))
-
     def collect(self) -> ReplayResult:
         """Return everything so far."""
-        spans, ops, order = self._sort_spans()
+        spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
+        order = np.lexsort((ops, spans["start"], spans["rank"]))
         row = np.full(len(order) + 1, -1)  # the last one is row -1: no cause
         row[order] = np.arange(len(order))
-        spans = spans[order]
+        spans, ops = spans[order], ops[order]
         spans["cause"] = row[spans["cause"]]
         held = np.concatenate(self._held)
         held = held[np.argsort(held["rank"], kind="stable")]
+        parts, samples = [np.zeros(0, PART_SENT)], [np.zeros(0, DEVICE_SAMPLE)]
+        for this in self._ranks:
+            known, mine = this.program.ops, spans["rank"] == this.rank
+            parts.append(read_sent_parts(this.rank, this.sent_parts, known, this.lines))
+            samples.append(placed_samples(this.rank, this.samples, known[ops[mine]], spans[mine]))
         return ReplayResult(
             spans, list(self.names), held, len(self._ranks), "virtual", dict(self._meta), list(self.notes),
-            device_samples=self._device_samples(spans, ops[order]), sent_parts=self._sent_parts(),
+            device_samples=np.concatenate(samples), sent_parts=np.concatenate(parts),
         )  # fmt: skip
-
-    def _sent_parts(self) -> Array:
-        """Return what all ranks' all-to-alls of uneven parts sent to whom."""
-        parts = [np.zeros(0, PART_SENT)]
-        for this in self._ranks:
-            known = this.program.ops[: this.program.count]
-            parts.append(read_sent_parts(this.rank, this.sent_parts, known, this.lines))
-        return np.concatenate(parts)
-
-    def _device_samples(self, spans: Array, ops: Array) -> Array:
-        """Return the samples of all ranks' GPUs; `ops` are the numbers of the operations that the spans are of."""
-        placed = [np.zeros(0, DEVICE_SAMPLE)]
-        for this in self._ranks:
-            if len(this.samples):
-                mine = spans["rank"] == this.rank
-                placed.append(
-                    placed_samples(this.rank, this.samples, this.program.ops[ops[mine]], spans[mine])
-                )
-        return np.concatenate(placed)
 
     # ---- the phases ---------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ def placed_samples(rank: int, samples: Array, ops: Array, spans: Array) -> Array
         samples: (m,) of `SAMPLE`.
         ops, spans: (k,) of `OP` and of `SPAN`: each operation on the wall clock, and where the replay has put it.
     """
+    if not len(samples):
+        return np.zeros(0, DEVICE_SAMPLE)
     works = (ops["lane"] == Lane.COMPUTE) & (ops["end"] > 0)
     ops, spans = ops[works], spans[works]
     wall = np.concatenate([ops["start"], ops["end"]])

@@ -27,6 +27,11 @@ Array = npt.NDArray[Any]
 class RankProgram:
     """One rank's ops, as far as they have been fed.
 
+    Args:
+        cost: the seconds of compute of each op of (n,) of `OP`.
+        holds_steps: whether a step's times are known when it is over, as a GPU's are.
+        includes_copies: whether an action's time includes that of the copies inside it.
+
     Attributes:
         ops: the ops taken so far, (n,) of `OP`.
         work, done: seconds of work before each op and at its end.
@@ -34,12 +39,8 @@ class RankProgram:
         pauses: each WAIT that had to wait: the op, then its end on the clock and on the work axis.
     """
 
-    def __init__(
-        self, cost: Callable[[Array], Array], holds_steps: bool = False, *, measured: bool = True
-    ) -> None:
-        self._cost = cost
-        self._measured = measured  # an action's time includes that of the copies inside it
-        self._holds_steps = holds_steps
+    def __init__(self, cost: Callable[[Array], Array], holds_steps: bool, includes_copies: bool) -> None:
+        self._cost, self._holds_steps, self._includes_copies = cost, holds_steps, includes_copies
         self._tail = np.empty(0, OP)  # fed and not yet taken
         self.count = 0
         self._ops = np.empty(0, OP)
@@ -125,7 +126,7 @@ class RankProgram:
         works = ((kind < _WAIT) & (depth == 0)) | (copies & ~within)
         cost = self._cost(ops)
         seconds = np.where(works, cost, 0.0)
-        copied = np.zeros(len(ops)) if self._measured else np.where(copies & within, cost, 0.0)
+        copied = np.where(copies & within, cost, 0.0) * (not self._includes_copies)
         if copied.any():  # copies inside an action lengthen it
             np.add.at(seconds, action[copied > 0], copied[copied > 0])
         sums = np.cumsum(

@@ -23,14 +23,13 @@ from functools import partial
 from typing import Literal
 
 from mpkit.common.table import table_text
-from mpkit.common.units import bytes_text, memory_text, percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.views.drawing.sheet import levels, memory_levels, ticks
 
 __all__ = [
     "COUNT",
     "NUMBER",
     "SECONDS",
-    "SHARE",
     "Axis",
     "Chart",
     "Ink",
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 Kind = Literal["bars", "rows", "lines", "areas", "cells"]
-Look = Literal["fill", "line", "joined", "dashes", "steps", "points", "rings", "dots", "mark", "band"]
+Look = Literal["fill", "line", "joined", "dashes", "steps", "points", "rings", "dots", "mark"]
 Ink = str | tuple[str, str]
 """A colour on all grounds, or one on light and one on dark ones."""
 
@@ -75,9 +74,7 @@ def _whole(highest: float, most: int) -> list[tuple[float, str]]:
 NUMBER = Unit(_short, partial(_plain, _short))
 COUNT = Unit("{:,.0f}".format, _whole)
 SECONDS = Unit(seconds, ticks)
-SHARE = Unit(percent, partial(_plain, percent))
 WHOLE_SHARE = Unit(lambda share: f"{100 * share:.0f} %", partial(_plain, percent))
-BYTES = Unit(bytes_text, partial(_plain, bytes_text))
 
 
 def bytes_of_memory(like: float = 0) -> Unit:
@@ -126,7 +123,6 @@ class Series:
         told: each value in words, for the pointer; where it is left out, the unit's.
         inks: a colour for each value.
         key: its words in the legend, if they are not its name; None: it is not there.
-        low: of a band, its lower edge; `values` are the upper one.
     """
 
     name: str
@@ -138,7 +134,6 @@ class Series:
     told: Sequence[str] = ()
     inks: Sequence[Ink] = ()
     key: str | None = ""
-    low: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,6 @@ def _trace(panel: Panel, series: Series, ink: str) -> Any:
     if series.look == "fill":
         line = {"shape": "hv", "width": 0, "color": ink}
         return go.Scatter(**flat, stackgroup="held", line=line, fillcolor=ink, **told)
-    if series.look == "band":
-        edge = {"x": [*places, *places[::-1]], "y": [*values, *series.low[::-1]]}
-        look = {"fill": "toself", "fillcolor": ink, "opacity": 0.15, "line_width": 0}
-        return go.Scatter(**edge, **look, mode="lines", hoverinfo="skip")
     if series.look == "dots":
         return go.Scattergl(
             **flat, mode="markers", marker={"color": ink, "size": 4, "opacity": 0.4}, hoverinfo="skip"

@@ -232,9 +232,7 @@ def _points(panel: Panel, series: Series) -> list[Point]:
 
 def _lines(panel: Panel, room: Room, inks: Inks) -> Drawn:
     points = [_points(panel, series) for series in panel.series]
-    heights = [value for mine in points for _, value, _ in mine] + [
-        low for each in panel.series for low in each.low
-    ]
+    heights = [value for mine in points for _, value, _ in mine]
     parts, up, left = upright_axis(panel, heights, room, zero=False)
     along = [at for mine in points for at, _, _ in mine] + ([panel.limit[0]] if panel.limit else [])
     across = scale_of(panel.x, along, left + 6, room.right - 12, zero=False)
@@ -271,9 +269,6 @@ def _line(
 ) -> list[str]:
     """Draw the line of a series, if it has one."""
     places = [f"{across(at):.1f},{up(value):.1f}" for at, value, _ in points]
-    if series.look == "band":
-        lower = [f"{across(at):.1f},{up(series.low[i]):.1f}" for at, _, i in points]
-        return [f'<polygon {inks(ink)} opacity="0.18" points="{" ".join([*places, *lower[::-1]])}"/>']
     if series.look in ("line", "joined", "dashes"):
         dashes = ' stroke-dasharray="5 4"' * (series.look == "dashes")
         return [f'<polyline {inks(ink, "s")}{dashes} points="{" ".join(places)}"/>']

@@ -70,17 +70,15 @@ def starting_html(ranks: int) -> str:
     return f"starting {ranks} process{'es' if ranks > 1 else ''}"
 
 
-def progress(step: int, steps: int | None, losses: Sequence[float], left: float | None = None) -> str:
-    """Return the number of steps, the latest loss, and about the seconds that are left.
+def progress(step: int, steps: int | None, losses: Sequence[float]) -> str:
+    """Return the number of steps, and the latest loss.
 
-    >>> "1:05 left" in progress(3, 9, [], 65.2), "left" in progress(9, 9, [])
-    (True, False)
+    >>> "step <b>3</b> of 9" in progress(3, 9, [])
+    True
     """
     words = f"step <b>{step}</b>" + (f" of {steps}" if steps is not None else "")
     if losses:
         words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b>'
-    if left is not None:
-        words += f' <span style="{_FAINT}">&nbsp;about {int(left) // 60}:{int(left) % 60:02d} left</span>'
     return f'<div style="font-variant-numeric:tabular-nums;margin:0 {MARGIN:g}px;white-space:nowrap">{words}</div>'
 
 

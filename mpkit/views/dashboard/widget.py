@@ -25,7 +25,7 @@ from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
-from mpkit.views.drawing.pace import Pace, TimeLeft
+from mpkit.views.drawing.pace import Pace
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import has_tracks
@@ -86,7 +86,7 @@ class Dashboard:
         # Its place is kept from the start, so that nothing below it moves when the first losses come.
         self._charts, self._charted = ipywidgets.HTML(parts.charts([], 0, Metrics(), steps)), ""
         self.timeline.expect_tracks()
-        self._said, self._time_left = Pace(SPEAK), TimeLeft(self.steps)
+        self._said = Pace(SPEAK)
         self._stop.add_class("mpkit-stop")
         line = ipywidgets.HBox([self._bar, self._stop, self._words], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
@@ -144,7 +144,7 @@ class Dashboard:
         with self._lock:
             self._losses, self._step = list(losses), step
             self._bar.value = min(step, self._bar.max)
-            self._words.value = parts.progress(step, self.steps, losses, self._time_left.estimate_after(step))
+            self._words.value = parts.progress(step, self.steps, losses)
             if note:
                 self.timeline.note = note
             if step:

@@ -1,39 +1,11 @@
-"""How often a view of a run is made, and how long the run still takes."""
+"""How often a view of a run is made."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-__all__ = ["Pace", "TimeLeft"]
-
-
-class TimeLeft:
-    """How long a run still takes, if its steps go on as they have since the first one that was seen to end.
-
-    >>> now = iter([10.0, 14.0])
-    >>> left = TimeLeft(steps=7, clock=lambda: next(now))
-    >>> [left.estimate_after(step) for step in (1, 3, 7)]  # 2 s per step, and 4 more steps; then none
-    [None, 8.0, None]
-
-    Args:
-        steps: the number of the run's steps; None if it is not known.
-        clock: returns seconds.
-    """
-
-    def __init__(self, steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps, self._clock = steps, clock
-        self._first: tuple[int, float] | None = None
-
-    def estimate_after(self, step: int) -> float | None:
-        """Return the seconds that are left when so many steps are done; None where nothing can be said."""
-        if self._steps is None or not 0 < step < self._steps:
-            return None
-        if self._first is None:
-            self._first = step, self._clock()
-            return None
-        first, began = self._first
-        return (self._clock() - began) / (step - first) * (self._steps - step) if step > first else None
+__all__ = ["Pace"]
 
 
 class Pace:

@@ -3,8 +3,8 @@
 columns   stages from left to right; within a stage cp, then tp
 rows      replicas
 lines     a colour per axis; thin and dashed from node to node
-below     which ranks communicate over which links; the states that ZeRO shards as bars, the elements of each
-          parameter as a table; which rows and columns of layers tp gives to which rank
+below     which ranks communicate over which links; which elements of each parameter ZeRO gives to which replica, and
+          which rows and columns of layers tp gives to which rank
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
-from mpkit.strategies.placement.placement import STATES, Talk, brief, sharded_states
+from mpkit.strategies.placement.placement import Talk, brief
 from mpkit.views.chart.frame import words_at
 from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import faint_lines, sheet
 from mpkit.views.placement.text import (
-    REPLICAS,
     divided_heading,
     divided_layers,
     groups_words,
+    held_words,
     link_words,
-    replica_names,
     shape_words,
     share_rows,
 )  # fmt: skip
@@ -42,8 +41,6 @@ TALL, APART, BETWEEN, BELOW = 50.0, 26.0, 44.0, 58.0
 
 NARROW, WIDE = 46.0, 196.0
 TOP, ROWS = 108.0, 12
-BAR, BAR_TALL = 210.0, 14.0
-"""Pixels: the most width of a state, and the height of its bar."""
 
 
 class RankBox(NamedTuple):
@@ -234,33 +231,15 @@ def _legend(placement: Placement, y: float, width: float) -> tuple[list[str], fl
 
 
 def _zero(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
-    """Draw a bar per replica and state, filled where the replica holds it, and a table of parameters."""
-    n, left, parted = placement.shard_count, MARGIN + 10, sharded_states(placement.zero)
-    bar = min(BAR, (width - left - 64 - MARGIN) / len(STATES) - 24)
+    """Say what ZeRO shards, and list which elements of each parameter a replica holds."""
+    left = MARGIN + 10
     parts = [words_at(left, y + 14, f"what ZeRO-{placement.zero} shards", "words", ' font-weight="600"')]
-    y += 34
-    starts = [left + 64 + i * (bar + 24) for i in range(len(STATES))]
-    for state, x in zip(STATES, starts, strict=True):
-        how = f", 1/{n} each" if parted[state] else ", whole"
-        word = wrap_words(state + how, bar + 24)[0].rstrip(",")  # the bars below say how
-        parts.append(words_at(x, y, word, "faint"))
-    for replica, name in enumerate(replica_names(placement)):
-        y += BAR_TALL + 6
-        parts.append(words_at(left, y, name, "words"))
-        for state, x in zip(STATES, starts, strict=True):
-            first, wide = (x + bar * (replica % n) / n, bar / n) if parted[state] else (x, bar)
-            told = f"{name}: {f'1/{n} of the ' if parted[state] else 'all '}{state}"
-            tall = f'y="{y - BAR_TALL + 3:.1f}" height="{BAR_TALL:g}" rx="3"'
-            parts.append(
-                f'<g><title>{escape(told)}</title><rect class="box" x="{x:.1f}" width="{bar:g}" {tall}/>'
-                f'<rect fill="{ink_of("dp")}" x="{first:.1f}" width="{max(wide, 2):.1f}" {tall}/></g>'
-            )
-    if placement.replicas > REPLICAS:
-        y += 18
-        parts.append(words_at(left, y, f"and {placement.replicas - REPLICAS} more", "faint"))
+    words = wrap_words(f"each replica has {held_words(placement)}", width - left - MARGIN)
+    parts += [words_at(left, y + 32 + 18 * i, line, "faint") for i, line in enumerate(words)]
+    y += 32 + 18 * len(words)
     rows = share_rows(placement)
     if len(rows) > 1:
-        table, y = _grid(rows, y + 30, width, len(placement.shares) + 1 - len(rows))
+        table, y = _grid(rows, y + 8, width, len(placement.shares) + 1 - len(rows))
         parts += table
     return parts, y + 20
 

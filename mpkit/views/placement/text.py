@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from mpkit.strategies.placement.placement import Placement
 
 __all__ = [
-    "REPLICAS", "divided_heading", "divided_layers", "groups_words", "held_words", "link_words", "placement_text",
-    "replica_names", "shape_words", "share_rows",
+    "divided_heading", "divided_layers", "groups_words", "held_words", "link_words", "placement_text",
+    "shape_words", "share_rows",
 ]  # fmt: skip
 
 REPLICAS, PARAMETERS = 8, 16
