@@ -37,7 +37,10 @@ import mpkit as mk
 
 
 def get_ddp(module):
-    return mk.ddp(module, prove=1)
+    plain = copy.deepcopy(module)
+    model = mk.ddp(module)
+    mk.prove(model, plain)
+    return model
 
 
 def ddp_on_after_backward(ddp_model, optimizer):

@@ -219,7 +219,7 @@ def test_a_plan_for_a_model_of_ones_own(clusters: Clusters) -> None:
 
 
 def generated(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> Tensor:
-    return mk.tensor_parallel(ctx, model).generate(tokens, **how)
+    return mk.tensor_parallel(model).generate(tokens, **how)
 
 
 def test_generation_is_the_whole_models(clusters: Clusters) -> None:

@@ -58,7 +58,7 @@ class Unknown(nn.Module):
 
 
 def unknown_on_a_rank(ctx: Any, model: nn.Module, plan: mk.tensor.TensorPlan, x: Tensor) -> Tensor:
-    return mk.tensor_parallel(ctx, model, plan)(x)
+    return mk.tensor_parallel(model, plan)(x)
 
 
 def test_an_unknown_model_gets_a_plan_to_paste(clusters: Clusters) -> None:

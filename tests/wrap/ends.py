@@ -22,6 +22,7 @@ def say_what_is_left(program: str) -> None:
 if __name__ == "__main__":
     atexit.register(say_what_is_left, sys.argv[1])
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ import mpkit as mk
 from mpkit.models import GPT
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loops import Toy, data, mine, momentum
+from loops import Toy, data, mine, momentum, proved
 
 alive: list[Any] = []  # what a script holds in its variables until its end
 
@@ -70,7 +71,7 @@ def step(model: Any, loss: torch.Tensor | None) -> None:
 
 
 def average(ctx: Any, **how: Any) -> None:
-    model, (x, y) = keep(mk.ddp(Toy(), prove=1, **how)), data()
+    model, (x, y) = keep(proved(partial(mk.ddp, **how), Toy())), data()
     step(model, F.mse_loss(model(mine(ctx, x)), mine(ctx, y)))
 
 
@@ -78,7 +79,7 @@ def wrappers() -> None:
     """Train with every wrapper; all of them live until the end."""
     ctx, ids = begin(), torch.arange(32).view(4, 8)
     average(ctx, bucket_mb=1e-3)
-    tensor = keep(mk.tensor_parallel(gpt(), prove=1))
+    tensor = keep(proved(mk.tensor_parallel, gpt()))
     step(tensor, loss_of(tensor(ids), ids))
     pipe = keep(mk.pipeline(gpt(), "1f1b", example=(ids, ids), loss=loss_of, microbatches=4))
     pipe.step(ids, ids)

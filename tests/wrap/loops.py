@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import mpkit as mk
 
 
 class Toy(nn.Module):
@@ -79,6 +82,14 @@ def apart(one: nn.Module, other: nn.Module) -> float:
     assert list(left) == list(right)
     pairs = ((left[name], right[name]) for name in left)
     return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+
+
+def proved(wrap: Callable[[Any], Any], module: nn.Module, steps: int = 1) -> Any:
+    """Wrap a module whose first steps are compared; `_proof` is the comparison."""
+    plain = copy.deepcopy(module)
+    model = wrap(module)
+    model._proof = mk.prove(model, plain, steps)
+    return model
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""prove=: a wrapped module's first steps are compared with plain PyTorch; nothing is found where all is right."""
+"""mk.prove: a wrapped module's first steps are compared with plain PyTorch; nothing is found where all is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpkit.strategies.wrappers.pipeline import PipelineParallel
 from tests.serial import Clusters
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loops import Branches, Normed, Toy, adamw, data, mine, momentum
+from loops import Branches, Normed, Toy, adamw, data, mine, momentum, proved
 
 Wrap = Callable[..., Any]
 
@@ -86,7 +86,7 @@ def loop(
     torch.manual_seed(3)
     module = make()
     torch.manual_seed(ctx.rank)
-    model = wrap(module, prove=2)
+    model = proved(wrap, module, 2)
     updates = optimizer(model.parameters())
     x, y = data()
     for _ in range(3):
@@ -117,10 +117,10 @@ def test_what_is_right_is_found_equal(clusters: Clusters) -> None:
 def in_a_chain(ctx: Any) -> list[str]:
     """Two wrapped modules in a row, the second of which changes its input in place; a cell that is used three times."""
     first, last = (
-        mk.ddp(nn.Linear(10, 8), prove=1),
-        mk.ddp(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 5)), prove=1),
+        proved(mk.ddp, nn.Linear(10, 8)),
+        proved(mk.ddp, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 5))),
     )
-    cell = mk.ddp(nn.GRUCell(10, 5), prove=1)
+    cell = proved(mk.ddp, nn.GRUCell(10, 5))
     updates = [momentum(model.parameters()) for model in (first, last, cell)]
     x, y = (mine(ctx, each) for each in data())
     hidden = torch.zeros(len(x), 5)
@@ -143,9 +143,9 @@ def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_gradients_that_accumulate_are_compared_and_penalties_said(clusters: Clusters) -> None:
     for line in clusters(2).run(loop, mk.ddp, Toy, plainly, momentum, True):
-        assert line.startswith("mk.ddp: equal to plain PyTorch in steps 1 and 2: ")
+        assert line.startswith("mk.prove(DataParallel): equal to plain PyTorch in steps 1 and 2: ")
     for line in clusters(2).run(loop, mk.ddp, Toy, penalized):
-        assert line.startswith("mk.ddp: not verified: the loss uses the parameters by themselves")
+        assert line.startswith("mk.prove(DataParallel): not verified: the loss uses the parameters by themselves")
 
 
 def of_tokens(out: Tensor, ids: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def steps_of_a_gpt(ctx: Any, kind: str) -> str:
     if kind == "pipeline":
         model: Any = mk.pipeline(module, example=(ids, ids), loss=of_tokens, prove=2)
     else:
-        model = mk.tensor_parallel(module, sequence=kind == "sequence", prove=2)
+        model = proved(partial(mk.tensor_parallel, sequence=kind == "sequence"), module, 2)
     updates = adamw(model.parameters())
     for _ in range(3):
         updates.zero_grad()
@@ -205,7 +205,7 @@ def with_other_models(ctx: Any, kind: str) -> str:
     module = nn.Linear(4, 3 + (ctx.rank if kind == "size" else 0))
     module.train(kind != "mode" or ctx.rank == 0)
     with pytest.raises(ValueError, match="the ranks have different models") as e:
-        mk.ddp(module, prove=1)
+        proved(mk.ddp, module)
     return str(e.value)
 
 

@@ -6,13 +6,13 @@ region        a running region: column layers, what is between, row layer
 vocabulary    embedding, cross-entropy and logits with a divided vocabulary
 known_plans   plans of known models
 resolve       a plan's patterns matched with a model's names, and checked
-shards        a model, sharded in place; the same in a function of your own
+shards        a model, sharded in place
 """
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.shards import ShardedModel, shard_model, tensor_parallel
+from mpkit.strategies.tensor.shards import ShardedModel, shard_model
 
 __all__ = [
     "Region",
@@ -21,5 +21,4 @@ __all__ = [
     "check",
     "find_tensor_plan",
     "shard_model",
-    "tensor_parallel",
 ]

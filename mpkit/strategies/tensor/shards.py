@@ -1,4 +1,4 @@
-"""Sharding of a model in place, for one rank of a tensor-parallel group; and the same in a function of your own.
+"""Sharding of a model in place, for one rank of a tensor-parallel group.
 
     resolve     match the plan's patterns with the model's names
     shards      determine which part of which parameter is this rank's
@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
-from mpkit.plan.mesh import Mesh
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.models.own_draws import OwnDraws, TokenDraws
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.stage.shard import Shard, ShardedModel, evenly
@@ -37,17 +35,14 @@ from mpkit.strategies.tensor.region import (
 from mpkit.strategies.tensor.resolve import check, divide, widths
 from mpkit.strategies.tensor.vocabulary import DividedLogits, divide_embedding
 
-if TYPE_CHECKING:
-    from mpkit.strategies.rank_context import Context
-
 __all__ = [
     "ShardedModel",
     "Shards",
+    "divide_module",
     "localize",
     "partial_sums",
     "shard_model",
     "shards_of",
-    "tensor_parallel",
 ]
 
 
@@ -306,57 +301,16 @@ def _divide_vocabulary(
     RegionAtWork(group, plan.head, head, {head: logits}, None, OwnDraws(), sequence=False, overlap=overlap)
 
 
-Model = TypeVar("Model", bound=nn.Module)
-
-
-def tensor_parallel(
-    ctx: Context,
-    model: Model,
-    plan: TensorPlan | None = None,
-    *,
-    group: Communicator | None = None,
-    sequence: bool = False,
-    overlap: bool = True,
-) -> Model:
-    """Shard a model over the ranks, which then compute together what it computed on one.
-
-    All ranks call this with the same model, and later call the model with the same inputs. Its parameters are this
-    rank's parts; give them to an optimizer.
-
-    >>> import mpkit as mk, torch
-    >>> from mpkit.models import MLP
-    >>> def scores(ctx, model, x):
-    ...     return mk.tensor_parallel(ctx, model)(x)
-    >>> model, x = MLP(2, 3), torch.ones(1, 2)
-    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
-    ...     found = cluster.run(scores, model, x)
-    >>> torch.allclose(found[0], model(x), atol=1e-6)
-    True
-
-    Args:
-        ctx: this rank's context.
-        model: the whole model, the same on every rank; changed in place, and moved to the rank's device.
-        plan: what to divide; None for `find_tensor_plan(model)`.
-        group: the ranks that share the model; None for all.
-        sequence: divide what is between regions by sequence.
-        overlap: sum gradients of inputs while those of weights are computed.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the model cannot be divided in this way.
-    """
-    if group is None:
-        group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).communicator_of("tp")
+def divide_module(
+    model: nn.Module, group: Communicator, plan: TensorPlan | None, *, sequence: bool, overlap: bool
+) -> None:
+    """Shard a model in place, as `shard_model` does, for a loop of the user's own, where nothing else sums gradients."""
     sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
     if sequence and may_draw(model):
         model.forward = _with_draws(model.forward, sharded.draws)
-    model.to(ctx.device)
     for name, parameter in model.named_parameters():
         if name in sharded.partial and parameter.requires_grad:
             parameter.register_hook(partial(_sum, group))
-    return model
 
 
 def _with_draws(inner: Callable[..., Any], draws: OwnDraws) -> Callable[..., Any]:

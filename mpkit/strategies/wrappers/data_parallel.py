@@ -23,7 +23,6 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.models.nested_values import REGISTER, flatten, tensors_inside
 from mpkit.strategies.prepare.checks import find_wrong_embedding, raise_rejection
 from mpkit.strategies.proof.backwards import ModuleBackwards
-from mpkit.strategies.proof.ranks import HeldTensors
 from mpkit.strategies.replicas.ddp import DDP
 from mpkit.strategies.replicas.part import Holders, ReplicatedPart
 from mpkit.strategies.stage.stage import Stage
@@ -32,7 +31,6 @@ from mpkit.strategies.wrappers.wrapper import (
     Group,
     HeldParameters,
     ModuleWrapper,
-    begin_proof,
     check_module,
     ranks_for,
 )
@@ -48,7 +46,6 @@ def ddp(
     bucket_mb: float = 25.0,
     find_unused_parameters: bool = False,
     group: Group = None,
-    prove: int = 0,
 ) -> DataParallel:
     """Wrap a module so that its gradients are averaged over all ranks in each backward, as torch's DDP does.
 
@@ -77,27 +74,15 @@ def ddp(
         find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
         group: the ranks that hold the same module: a communicator, torch's process group, or a DeviceMesh of one
             axis; None for all.
-        prove: the number of steps, from the first on, that are compared with plain PyTorch (docs/proof.md): outputs,
-            buffers and the averaged gradients. Rank 0 prints a line when they are equal.
 
     Returns:
         The wrapper: `model.module` is the module.
 
     Raises:
-        ValueError: there is no process group, the module has nothing to train, or it is wrapped already; or the ranks
-            have different models, which `prove` finds.
-        NotSerial: on all ranks, in `optimizer.step()`: a step that is compared is not that of plain PyTorch.
+        ValueError: there is no process group, the module has nothing to train, or it is wrapped already.
     """
-    within = () if prove else (TensorParallel,)
-    if prove and isinstance(module, TensorParallel):
-        raise ValueError(
-            f"mk.ddp(prove={prove}) around mk.tensor_parallel: no rank has the whole module, to compute it in plain "
-            f"PyTorch. mk.prove(model, plain, {prove}) is given it: plain = copy.deepcopy(module), before "
-            "model = mk.ddp(mk.tensor_parallel(module, group=mesh['tp']), group=mesh['dp'])"
-        )
-    return DataParallel(
-        check_module(module, "mk.ddp", within=within), bucket_mb, find_unused_parameters, group, prove
-    )
+    check_module(module, "mk.ddp", within=(TensorParallel,))
+    return DataParallel(module, bucket_mb, find_unused_parameters, group)
 
 
 class DataParallel(ModuleWrapper):
@@ -109,12 +94,9 @@ class DataParallel(ModuleWrapper):
 
     synchronizes: bool
 
-    def __init__(
-        self, module: nn.Module, bucket_mb: float, unused: bool, group: Group, prove: int = 0
-    ) -> None:
+    def __init__(self, module: nn.Module, bucket_mb: float, unused: bool, group: Group) -> None:
         context, replicas = ranks_for(module, group)
         raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
-        proof = begin_proof("mk.ddp", replicas, module, prove, synchronizes=lambda: self.synchronizes)
         super().__init__(module)
         self.synchronizes = True
         plan = Plan(
@@ -140,9 +122,6 @@ class DataParallel(ModuleWrapper):
         for parameter in module.parameters():
             self._record.ledger.track(parameter, "params")
         self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)
-        self._proof = proof
-        if proof is not None:
-            proof.attach(module, HeldTensors(dict(module.named_parameters()), None, proof.ranks))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

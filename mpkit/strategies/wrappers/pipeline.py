@@ -29,10 +29,12 @@ from mpkit.strategies.data.microbatch import batch_size, part, signature, split
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
+from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.loop import LoopProof
-from mpkit.strategies.proof.ranks import HeldTensors
+from mpkit.strategies.proof.plain_module import PlainModule
+from mpkit.strategies.proof.ranks import HeldTensors, Ranks
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.replicas.buffers import broadcast_all
@@ -41,12 +43,7 @@ from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.train import place_stages, watch_stages
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.wrappers.divided import DividedModule, mark_divided, mark_part
-from mpkit.strategies.wrappers.wrapper import (
-    HeldParameters,
-    begin_proof,
-    check_module,
-    ranks_for,
-)
+from mpkit.strategies.wrappers.wrapper import HeldParameters, check_module, checked_prove, ranks_for
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
 __all__ = ["PipelineParallel", "pipeline"]
@@ -110,7 +107,10 @@ def pipeline(
         pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n,
         virtual_stages=virtual_stages, recompute=recompute, cut=cut,
     )  # fmt: skip
-    proof = begin_proof("mk.pipeline", comm, module, prove, loss=loss)
+    proof = None
+    if checked_prove("mk.pipeline", prove):
+        of_all = Ranks("mk.pipeline", comm.ranks, comm.handle)
+        proof = LoopProof("mk.pipeline", of_all, PlainModule(copy_model(module), loss=loss), prove)
     broadcast_all(comm, module)
     return PipelineParallel(context, _divide(module, example, plan, loss, context), proof)
 

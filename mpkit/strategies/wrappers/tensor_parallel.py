@@ -9,7 +9,7 @@ then         optimizer.step(), on each rank its parts: nothing is averaged, sinc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,16 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.prepare.checks import find_shared_memory, find_wrong_embedding, raise_rejection
-from mpkit.strategies.proof.loop import LoopProof
-from mpkit.strategies.proof.ranks import HeldTensors, Ranks
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
-from mpkit.strategies.tensor import shards as tensor_shards
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.shards import shards_of
+from mpkit.strategies.tensor.shards import divide_module, shards_of
 from mpkit.strategies.wrappers.divided import DividedModule, mark_divided
-from mpkit.strategies.wrappers.wrapper import (
-    Group,
-    HeldParameters,
-    begin_proof,
-    check_module,
-    ranks_for,
-)
-
-if TYPE_CHECKING:
-    from mpkit.strategies.rank_context import Context
+from mpkit.strategies.wrappers.wrapper import Group, HeldParameters, check_module, ranks_for
 
 __all__ = ["TensorParallel", "tensor_parallel"]
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class TensorParallel(DividedModule):
@@ -50,22 +36,11 @@ class TensorParallel(DividedModule):
 
     Args:
         shards: for each rank of the group, which part of which parameter it holds, by every name.
-        proof: compares the first steps with plain PyTorch; None: nothing does.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        shards: list[dict[str, Shard]],
-        comm: Communicator,
-        proof: LoopProof | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, shards: list[dict[str, Shard]], comm: Communicator) -> None:
         super().__init__(module)
-        self._shards, self._comm, self._proof = shards, comm, proof
-        if proof is not None:
-            proof.attach(
-                module, HeldTensors(dict(module.named_parameters()), self.held_elements(), proof.ranks)
-            )
+        self._shards, self._comm = shards, comm
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 mark_divided(parameter, "elements", "mk.tensor_parallel")
@@ -128,27 +103,15 @@ class TensorParallel(DividedModule):
         return super().load_state_dict(local, strict, assign)
 
 
-@overload
+@public
 def tensor_parallel(
-    module: nn.Module, plan: TensorPlan | None = ..., *,
-    group: Group = ..., sequence: bool = ..., overlap: bool = ..., prove: int = ...,
-) -> TensorParallel: ...  # fmt: skip
-@overload
-def tensor_parallel(
-    ctx: Context, model: Model, /, plan: TensorPlan | None = ..., *,
-    group: Communicator | None = ..., sequence: bool = ..., overlap: bool = ...,
-) -> Model: ...  # fmt: skip
-@public  # type: ignore[misc]  # the second argument is the plan, or after a context the model
-def tensor_parallel(
-    module: Any,
-    model: Any = None,
+    module: nn.Module,
     plan: TensorPlan | None = None,
     *,
-    group: Any = None,
+    group: Group = None,
     sequence: bool = False,
     overlap: bool = True,
-    prove: int = 0,
-) -> Any:
+) -> TensorParallel:
     """Divide each layer of a module over the ranks, which then compute together what it computed on one.
 
     Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
@@ -170,18 +133,13 @@ def tensor_parallel(
     >>> first == second
     True
 
-    `mk.tensor_parallel(ctx, model)` divides the model in place and returns it, without a wrapper and a broadcast.
-
     Args:
-        module: the whole module; changed in place. Or the rank's context, and the model after it.
-        model: the model, where the context comes first.
+        module: the whole module; changed in place.
         plan: what to divide; None for `mk.tensor.find_tensor_plan(module)`.
         group: the ranks that share the module: a communicator, torch's process group, or a DeviceMesh of one axis; None
             for all. `mk.ddp(mk.tensor_parallel(module, group=tp), group=dp)` is a mesh of both.
         sequence: divide what is between regions by sequence.
         overlap: sum gradients of inputs while those of weights are computed.
-        prove: the number of steps, from the first on, that are compared with plain PyTorch (docs/proof.md), as in
-            `mk.ddp`: outputs, and the gradients of this rank's parts. Meanwhile each rank has the whole module too.
 
     Returns:
         The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank, and
@@ -190,25 +148,9 @@ def tensor_parallel(
     Raises:
         ValueError: there is no process group, the module cannot be divided in this way, or it is wrapped already.
     """
-    how: dict[str, Any] = {"group": group, "sequence": sequence, "overlap": overlap}
-    if isinstance(model, nn.Module) and not isinstance(module, nn.Module):
-        if prove:
-            raise ValueError(
-                f"mk.tensor_parallel(ctx, model, prove={prove}) makes no wrapper, which could compare its steps: "
-                f"mk.tensor_parallel(model, prove={prove})"
-            )
-        return tensor_shards.tensor_parallel(module, model, plan, **how)
-    return _wrap_module(module, model if plan is None else plan, prove, **how)
-
-
-def _wrap_module(
-    module: nn.Module, plan: TensorPlan | None, prove: int, *, group: Group, sequence: bool, overlap: bool
-) -> TensorParallel:
     check_module(module, "mk.tensor_parallel")
-    context, comm = ranks_for(module, group)
+    _, comm = ranks_for(module, group)
     raise_rejection(find_wrong_embedding(module, shared=comm.size > 1) or find_shared_memory(module))
-    tp = Ranks("mk.tensor_parallel", comm.ranks, comm.handle)
-    proof = begin_proof("mk.tensor_parallel", comm, module, prove, tp=tp, synchronizes=lambda: True)
     broadcast_all(comm, module)
     shards: list[dict[str, Shard]] = [{}]
     if comm.size > 1:
@@ -216,5 +158,5 @@ def _wrap_module(
         resolved = check(module, comm.size, plan, sequence=sequence)
         of_ranks = [shards_of(module, FakeGroup(comm.size, i), resolved) for i in range(comm.size)]
         shards = [each.found for each in of_ranks]
-    tensor_shards.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
-    return TensorParallel(module, shards, comm, proof)
+    divide_module(module, comm, plan, sequence=sequence, overlap=overlap)
+    return TensorParallel(module, shards, comm)

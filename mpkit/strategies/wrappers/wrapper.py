@@ -4,7 +4,6 @@ ModuleWrapper     has the user's module's signature, attributes and names
 HeldParameters    the module's parameters have to stay those that were wrapped
 ranks_for         this rank, and the ranks of a group, as a communicator
 check_module      what cannot be wrapped
-begin_proof       the proof of the first steps, with a copy of the module as it was
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.fake_group import OneRank
 from mpkit.strategies.comm.own_process import current_communicator
 from mpkit.strategies.experts.divide import find_balanced
-from mpkit.strategies.prepare.copies import copy_model
-from mpkit.strategies.proof.loop import LoopProof
-from mpkit.strategies.proof.plain_module import PlainModule
-from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.rank_context import Context
 
 __all__ = [
-    "Group", "HeldParameters", "ModuleWrapper", "begin_proof", "check_module", "checked_prove", "ranks_for",
+    "Group", "HeldParameters", "ModuleWrapper", "check_module", "checked_prove", "ranks_for",
 ]  # fmt: skip
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
@@ -218,8 +213,8 @@ def ranks_for(module: nn.Module, group: Group = None) -> tuple[Context, Communic
     return context, group if group.size > 1 else OneRank(comm.wire)
 
 
-def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> nn.Module:
-    """Return the module, if it can be wrapped.
+def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> None:
+    """Check that a module can be wrapped.
 
     Args:
         what: the wrapper's call, for errors: "mk.ddp".
@@ -264,7 +259,6 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
             f"{what}: {type(module).__name__} has nothing to train ({why}), so there is nothing to keep equal among "
             "ranks. Call it as it is, or let some train: parameter.requires_grad_()"
         )
-    return module
 
 
 def checked_prove(wrapper: str, prove: Any, option: str = "prove") -> int:
@@ -279,21 +273,3 @@ def checked_prove(wrapper: str, prove: Any, option: str = "prove") -> int:
             f"with plain PyTorch: {wrapper}(module, ..., {option}=2); 0 compares none"
         )
     return prove
-
-
-def begin_proof(who: str, comm: Communicator, module: nn.Module, steps: int, **how: Any) -> LoopProof | None:
-    """Return the proof of the first steps of a module that is not yet wrapped; None if there are none.
-
-    Args:
-        comm: all ranks that train it.
-        module: is copied.
-        steps: how many; 0: none.
-        how: `loss` of the plain module, and what else a `LoopProof` takes.
-
-    Raises:
-        ValueError: on all ranks: the ranks have different models; or `steps` is no number of steps.
-    """
-    if not checked_prove(who, steps):
-        return None
-    plain = PlainModule(copy_model(module), loss=how.pop("loss", None))
-    return LoopProof(who, Ranks(who, comm.ranks, comm.handle), plain, steps, **how)
