@@ -145,7 +145,9 @@ def test_gradients_that_accumulate_are_compared_and_penalties_said(clusters: Clu
     for line in clusters(2).run(loop, mk.ddp, Toy, plainly, momentum, True):
         assert line.startswith("mk.prove(DataParallel): equal to plain PyTorch in steps 1 and 2: ")
     for line in clusters(2).run(loop, mk.ddp, Toy, penalized):
-        assert line.startswith("mk.prove(DataParallel): not verified: the loss uses the parameters by themselves")
+        assert line.startswith(
+            "mk.prove(DataParallel): not verified: the loss uses the parameters by themselves"
+        )
 
 
 def of_tokens(out: Tensor, ids: Tensor) -> Tensor:

@@ -140,11 +140,10 @@ class FakeCommunicator(Communicator):
     def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> None:
         """Return None: groups need no real peers."""
 
-    def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Broadcast like `Communicator.broadcast`, with the values that the root sent if it was played before."""
-        asked = group or self
-        call = asked.name, asked.issued
-        whole = super().broadcast(tensor, src, group)
+        call = self.name, self.issued
+        whole = super().broadcast(tensor, src)
         numbers = self._counting.numbers(whole)
         is_root = src == self.index
         if is_root and numbers is not None:

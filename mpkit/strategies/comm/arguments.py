@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LIMIT",
-    "check_member",
     "check_reducible",
     "output_tensor",
     "part_shape",
@@ -26,23 +25,10 @@ __all__ = [
 ]
 
 
-def check_member(group: Communicator, what: str) -> Communicator:
-    """Return the group, whose collective `what` this rank calls; only members call it."""
-    if group.rank not in group.ranks:
-        raise ValueError(
-            f"rank {group.rank} called {what} in the group of ranks {list(group.ranks)}, to which it does not "
-            f"belong: only members call, as in `if ctx.rank in group.ranks: ctx.comm.{what}(...)`"
-        )
-    return group
-
-
-def root_of(comm: Communicator, group: Communicator, number: int, what: str) -> int:
-    """Return the global rank of a root: the member of `comm` with this number, which has to be in the group."""
-    if not 0 <= number < comm.size or comm.ranks[number] not in group.ranks:
-        numbered = "global ranks" if comm.size == comm.world_size else f"numbered from 0 to {comm.size - 1}"
-        raise ValueError(
-            f"{what}: rank {number} is not one of the group's ranks {list(group.ranks)}; roots are {numbered}"
-        )
+def root_of(comm: Communicator, number: int, what: str) -> int:
+    """Return the global rank of a root: the member with this number."""
+    if not 0 <= number < comm.size:
+        raise ValueError(f"{what}: there is no rank {number}: roots are numbered from 0 to {comm.size - 1}")
     return comm.ranks[number]
 
 

@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpkit.strategies.comm.arguments import (
-    check_member,
     check_reducible,
     output_tensor,
     part_shape,
@@ -62,10 +61,9 @@ REDUCTIONS = {
 class Communicator:
     """A group of ranks as seen by one of them: `ctx.comm` is that of all ranks.
 
-    Tensors live on `ctx.device`. Roots, sources and destinations count the ranks of the communicator that is called,
-    which on `ctx.comm` are the global ranks; only `group` takes global ranks everywhere. A collective is among all
-    ranks of the communicator, or among those of its argument `group`. With `async_op=True` it returns a `Work` at once,
-    whose `wait()` returns the result.
+    Tensors live on `ctx.device`. A collective is among all ranks of the communicator that is called, and roots, sources
+    and destinations count these, which on `ctx.comm` are the global ranks; only `group` takes global ranks everywhere.
+    With `async_op=True` a collective returns a `Work` at once, whose `wait()` returns the result.
 
     >>> import mpkit as mk, torch
     >>> def sums(ctx):
@@ -147,106 +145,97 @@ class Communicator:
                 )
         return CallNumber(kind, self.name, number, root, call)
 
+    def _wire_of_member(self, what: str) -> Wire:
+        """Return the wire, to call a collective of which this rank has to be a member."""
+        if self.index < 0:
+            raise ValueError(
+                f"rank {self.rank} called {what} in the group of ranks {list(self.ranks)}, to which it does not "
+                f"belong: only members call, as in `if ctx.rank in group.ranks: group.{what}(...)`"
+            )
+        return self.wire
+
     # ---- collectives in which every rank contributes and receives ----------------------------------------
 
     @overload
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        group: Communicator | None = ...,
-        async_op: Literal[False] = ...,
-        *,
-        op: str = ...,
-    ) -> Tensor: ...
+    def all_reduce(self, tensor: Tensor, *, async_op: Literal[False] = ..., op: str = ...) -> Tensor: ...
     @overload
-    def all_reduce(
-        self, tensor: Tensor, group: Communicator | None = ..., *, async_op: Literal[True], op: str = ...
-    ) -> Work: ...
-    def all_reduce(
-        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False, *, op: str = "sum"
-    ) -> Tensor | Work:
+    def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> Work: ...
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Tensor | Work:
         """Replace each rank's tensor by the sum (or "mean", "max", "min") of all ranks' tensors, in place.
 
         Args:
             tensor: any shape, the same on every rank; overwritten, and returned.
-            group: some of this communicator's ranks; None: all of them.
             async_op: return a `Work` at once.
             op: "sum", "mean", "max" or "min".
         """
         # ---- check
-        group, wire = check_member(group or self, "all_reduce"), self.wire
+        wire = self._wire_of_member("all_reduce")
         if op not in REDUCTIONS:
             raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
         check_reducible(tensor, op)
         # ---- stage
         sent = wire.prepare_send(tensor)
         result = partial(wire.finish_receive, sent, tensor)
-        result = partial(_divide_result, result, group.size) if op == "mean" else result
+        result = partial(_divide_result, result, self.size) if op == "mean" else result
         # ---- number, issue
-        number = group.next_collective(Kind.ALL_REDUCE, tensor, reduction=op)
-        start = partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True)
+        number = self.next_collective(Kind.ALL_REDUCE, tensor, reduction=op)
+        start = partial(dist.all_reduce, sent, REDUCTIONS[op], self.handle, async_op=True)
         work = wire.issue(number, tensor.nbytes, start, result, waits=not async_op)
         # ---- wait
         return work if async_op else work.wait()
 
     @overload
     def all_gather(
-        self, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
-        *, out: Tensor | None = ...,
-    ) -> Tensor: ...  # fmt: skip
+        self, tensor: Tensor, *, async_op: Literal[False] = ..., out: Tensor | None = ...
+    ) -> Tensor: ...
     @overload
+    def all_gather(self, tensor: Tensor, *, async_op: Literal[True], out: Tensor | None = ...) -> Work: ...
     def all_gather(
-        self, tensor: Tensor, group: Communicator | None = ..., *, async_op: Literal[True], out: Tensor | None = ...
-    ) -> Work: ...  # fmt: skip
-    def all_gather(
-        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
-        *, out: Tensor | None = None,
-    ) -> Tensor | Work:  # fmt: skip
+        self, tensor: Tensor, *, async_op: bool = False, out: Tensor | None = None
+    ) -> Tensor | Work:
         """Return all ranks' tensors, concatenated along the first dimension.
 
         Args:
-            tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the size of the group.
-            group, async_op: as for `all_reduce`.
+            tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the number of ranks.
+            async_op: as for `all_reduce`.
             out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
         """
-        group, wire = check_member(group or self, "all_gather"), self.wire
+        wire = self._wire_of_member("all_gather")
         sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
-        whole = output_tensor(wire, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
+        whole = output_tensor(wire, out, (self.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
         number, start = (
-            group.next_collective(Kind.ALL_GATHER, sent),
-            partial(start_all_gather, group, whole, sent),
+            self.next_collective(Kind.ALL_GATHER, sent),
+            partial(start_all_gather, self, whole, sent),
         )
         result = partial(wire.finish_receive, whole, out)
-        work = wire.issue(number, group.size * tensor.nbytes, start, result, waits=not async_op)
+        work = wire.issue(number, self.size * tensor.nbytes, start, result, waits=not async_op)
         return work if async_op else work.wait()
 
     @overload
     def reduce_scatter(
-        self, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
-        *, out: Tensor | None = ...,
-    ) -> Tensor: ...  # fmt: skip
+        self, tensor: Tensor, *, async_op: Literal[False] = ..., out: Tensor | None = ...
+    ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, tensor: Tensor, group: Communicator | None = ..., *, async_op: Literal[True], out: Tensor | None = ...
-    ) -> Work: ...  # fmt: skip
+        self, tensor: Tensor, *, async_op: Literal[True], out: Tensor | None = ...
+    ) -> Work: ...
     def reduce_scatter(
-        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
-        *, out: Tensor | None = None,
-    ) -> Tensor | Work:  # fmt: skip
+        self, tensor: Tensor, *, async_op: bool = False, out: Tensor | None = None
+    ) -> Tensor | Work:
         """Sum the tensors of all ranks and return this rank's n-th part of the first dimension.
 
         Args:
-            tensor: (n k, ...), n the size of the group. Returns (k, ...).
-            group, async_op: as for `all_reduce`.
+            tensor: (n k, ...), n the number of ranks. Returns (k, ...).
+            async_op: as for `all_reduce`.
             out: (k, ...), filled and returned; None: a new tensor. It may be this rank's part of `tensor`.
         """
-        group, wire = check_member(group or self, "reduce_scatter"), self.wire
-        part = part_shape(group, tensor, "reduce_scatter")
+        wire = self._wire_of_member("reduce_scatter")
+        part = part_shape(self, tensor, "reduce_scatter")
         sent = wire.prepare_send(tensor)
         mine = output_tensor(wire, out, part, sent, "reduce_scatter")
-        number = group.next_collective(Kind.REDUCE_SCATTER, tensor)
+        number = self.next_collective(Kind.REDUCE_SCATTER, tensor)
         start, result = (
-            partial(start_reduce_scatter, group, mine, sent),
+            partial(start_reduce_scatter, self, mine, sent),
             partial(wire.finish_receive, mine, out),
         )
         work = wire.issue(number, tensor.nbytes, start, result, waits=not async_op)
@@ -255,7 +244,6 @@ class Communicator:
     def all_to_all(
         self,
         tensor: Tensor,
-        group: Communicator | None = None,
         *,
         sends: Sequence[int] | None = None,
         receives: Sequence[int] | None = None,
@@ -266,95 +254,93 @@ class Communicator:
         which they have to agree on before, by an all_to_all of the numbers.
 
         Args:
-            tensor: (n k, ...), n the size of the group. Returns (n k, ...). With uneven parts (sum of `sends`, ...);
+            tensor: (n k, ...), n the number of ranks. Returns (n k, ...). With uneven parts (sum of `sends`, ...);
                 returns (sum of `receives`, ...).
             sends: by member, the rows for it; None: equally many for each.
             receives: by member, the rows that it sends to this rank; None where `sends` is None.
         """
-        group, wire = check_member(group or self, "all_to_all"), self.wire
-        parts = uneven_parts(group, tensor, sends, receives)
+        wire = self._wire_of_member("all_to_all")
+        parts = uneven_parts(self, tensor, sends, receives)
         if parts is None:
-            part_shape(group, tensor, "all_to_all")
+            part_shape(self, tensor, "all_to_all")
         to, of = parts or (None, None)
         sent = wire.prepare_send(tensor)
         swapped = wire.make_buffer(sent.shape if of is None else (sum(of), *sent.shape[1:]), sent)
-        number = group.next_collective(Kind.ALL_TO_ALL, tensor, parts=parts)
-        start = partial(dist.all_to_all_single, swapped, sent, of, to, group.handle, async_op=True)
+        number = self.next_collective(Kind.ALL_TO_ALL, tensor, parts=parts)
+        start = partial(dist.all_to_all_single, swapped, sent, of, to, self.handle, async_op=True)
         return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, swapped), rows=to or ())
 
-    def barrier(self, group: Communicator | None = None) -> None:
-        """Wait until every rank of the group has reached this call."""
-        group = check_member(group or self, "barrier")
+    def barrier(self) -> None:
+        """Wait until every rank has reached this call."""
+        wire = self._wire_of_member("barrier")
         nothing = torch.empty(0)
-        start = partial(dist.barrier, group.handle, async_op=True)
-        number = group.next_collective(Kind.BARRIER, nothing)
-        self.wire.run(number, 0, start, lambda: nothing)
+        start = partial(dist.barrier, self.handle, async_op=True)
+        number = self.next_collective(Kind.BARRIER, nothing)
+        wire.run(number, 0, start, lambda: nothing)
 
     # ---- collectives with a root: it sends to all ranks of the group, or receives from all ----------------
 
-    def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Copy rank `src`'s tensor into every rank's tensor, in place.
 
         Args:
             tensor: any shape, the same on every rank; overwritten, and returned.
         """
-        group, wire = check_member(group or self, "broadcast"), self.wire
-        source = root_of(self, group, src, "broadcast")
+        wire = self._wire_of_member("broadcast")
+        source = root_of(self, src, "broadcast")
         sent = wire.prepare_send(tensor)
-        number = group.next_collective(Kind.BROADCAST, tensor, source)
-        start = partial(dist.broadcast, sent, source, group.handle, async_op=True)
+        number = self.next_collective(Kind.BROADCAST, tensor, source)
+        start = partial(dist.broadcast, sent, source, self.handle, async_op=True)
         return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, sent, tensor))
 
-    def reduce(
-        self, tensor: Tensor, dst: int = 0, group: Communicator | None = None, *, in_place: bool = False
-    ) -> Tensor:
+    def reduce(self, tensor: Tensor, dst: int = 0, *, in_place: bool = False) -> Tensor:
         """Return the sum of all ranks' tensors on rank `dst`, and a rank's own tensor on the others.
 
         Args:
             tensor: any shape, the same on every rank.
             in_place: write the sum into `dst`'s tensor; the contents of the other ranks' tensors are then undefined.
         """
-        group, wire = check_member(group or self, "reduce"), self.wire
-        target = root_of(self, group, dst, "reduce")
+        wire = self._wire_of_member("reduce")
+        target = root_of(self, dst, "reduce")
         sent = wire.prepare_send(tensor)
         if not in_place:
             sent = sent.clone()  # gloo leaves partial sums in every rank's tensor
         at_root = partial(wire.finish_receive, sent, tensor if in_place else None)
-        number = group.next_collective(Kind.REDUCE, tensor, target)
-        start = partial(dist.reduce, sent, target, group=group.handle, async_op=True)
+        number = self.next_collective(Kind.REDUCE, tensor, target)
+        start = partial(dist.reduce, sent, target, group=self.handle, async_op=True)
         return wire.run(number, tensor.nbytes, start, at_root if self.rank == target else lambda: tensor)
 
-    def gather(self, tensor: Tensor, dst: int = 0, group: Communicator | None = None) -> Tensor:
+    def gather(self, tensor: Tensor, dst: int = 0) -> Tensor:
         """Return all ranks' tensors on rank `dst`, concatenated along the first dimension.
 
         Args:
             tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
         """
-        group, wire = check_member(group or self, "gather"), self.wire
-        target = root_of(self, group, dst, "gather")
+        wire = self._wire_of_member("gather")
+        target = root_of(self, dst, "gather")
         sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
-        rows = group.size * sent.shape[0] if self.rank == target else 0
+        rows = self.size * sent.shape[0] if self.rank == target else 0
         whole = wire.make_buffer((rows, *sent.shape[1:]), sent)
-        parts = list(whole.chunk(group.size)) if self.rank == target else None
-        number = group.next_collective(Kind.GATHER, sent, target)
-        start = partial(dist.gather, sent, parts, target, group.handle, async_op=True)
-        return wire.run(number, group.size * tensor.nbytes, start, partial(wire.finish_receive, whole))
+        parts = list(whole.chunk(self.size)) if self.rank == target else None
+        number = self.next_collective(Kind.GATHER, sent, target)
+        start = partial(dist.gather, sent, parts, target, self.handle, async_op=True)
+        return wire.run(number, self.size * tensor.nbytes, start, partial(wire.finish_receive, whole))
 
-    def scatter(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+    def scatter(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Scatter rank `src`'s tensor: each rank receives its own n-th part of the first dimension.
 
         Args:
             tensor: (n k, ...), of the same shape on every rank. Only `src`'s values matter: the others may pass a
                 tensor without memory, `torch.empty(1).expand(n * k)`. Returns (k, ...).
         """
-        group, wire = check_member(group or self, "scatter"), self.wire
-        source = root_of(self, group, src, "scatter")
-        part = part_shape(group, tensor, "scatter")
+        wire = self._wire_of_member("scatter")
+        source = root_of(self, src, "scatter")
+        part = part_shape(self, tensor, "scatter")
         sent = wire.prepare_send(tensor) if self.rank == source else tensor
         mine = wire.make_buffer(part, sent)
-        parts = list(sent.chunk(group.size)) if self.rank == source else None
-        number = group.next_collective(Kind.SCATTER, tensor, source)
-        start = partial(dist.scatter, mine, parts, source, group.handle, async_op=True)
+        parts = list(sent.chunk(self.size)) if self.rank == source else None
+        number = self.next_collective(Kind.SCATTER, tensor, source)
+        start = partial(dist.scatter, mine, parts, source, self.handle, async_op=True)
         return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, mine))
 
     # ---- messages ----------------------------------------------------------------------------------------
@@ -409,7 +395,7 @@ class Communicator:
     # ---- groups ------------------------------------------------------------------------------------------
 
     def group(self, ranks: Sequence[int]) -> Communicator:
-        """Return the communicator of these global ranks: pass it as `group`, or call its methods.
+        """Return the communicator of these global ranks, whose methods its members call.
 
         Every rank of the run makes this call in the same order, whether it is a member or not. Two groups of the same
         ranks are two groups: a call of one of them does not match a call of the other.
@@ -423,7 +409,7 @@ class Communicator:
         if not members or not unique or not 0 <= members[0] <= members[-1] < self.world_size:
             raise ValueError(
                 f"group({list(ranks)}) needs different ranks out of 0 to {self.world_size - 1}, at least one; "
-                f"for all of them leave group=None"
+                f"all of them are those of ctx.comm"
             )
         known = self.wire.communicators.get(members)
         return self.adopt(members, self._torch_group(members)) if known is None else known.sibling()

@@ -37,36 +37,23 @@ class FakeGroup(Communicator):
     def __deepcopy__(self, _: object) -> FakeGroup:
         return self  # a copy of a model communicates with the same ranks
 
-    def all_reduce(
-        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False, *, op: str = "sum"
-    ) -> Any:
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Any:
         """Return the tensor."""
         self.reduced += tensor.nbytes
         return CompletedWork(tensor) if async_op else tensor
 
-    def all_gather(
-        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
-        *, out: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    def all_gather(self, tensor: Tensor, *, async_op: bool = False, out: Tensor | None = None) -> Any:
         """Return n copies of the tensor."""
         self.gathered += self.size * tensor.nbytes
         return _complete(tensor if self.size == 1 else torch.cat([tensor] * self.size), out, async_op)
 
-    def reduce_scatter(
-        self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
-        *, out: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False, out: Tensor | None = None) -> Any:
         """Return this rank's part of the tensor."""
         mine = tensor if self.size == 1 else tensor.chunk(self.size)[self.index].clone()
         return _complete(mine, out, async_op)
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        group: Communicator | None = None,
-        *,
-        sends: Sequence[int] | None = None,
-        receives: Sequence[int] | None = None,
+        self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
     ) -> Tensor:
         """Return the tensor, or as many of its rows as would be received, over and over."""
         if receives is None or sum(receives) == len(tensor):
@@ -74,11 +61,11 @@ class FakeGroup(Communicator):
         rows = tensor if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])
         return rows[torch.arange(sum(receives), device=tensor.device) % len(rows)]
 
-    def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Return the tensor."""
         return tensor
 
-    def gather(self, tensor: Tensor, dst: int = 0, group: Communicator | None = None) -> Tensor:
+    def gather(self, tensor: Tensor, dst: int = 0) -> Tensor:
         """Return the tensor."""
         return tensor
 

@@ -36,8 +36,8 @@ def train(
     update, losses = optimizer(shards.values()), []
 
     def reduce(parameter: nn.Parameter) -> None:
-        shard = ctx.comm.reduce_scatter(parameter.grad.view(-1), neighbours)
-        shards[parameter].grad = ctx.comm.all_reduce(shard, replicas)
+        shard = neighbours.reduce_scatter(parameter.grad.view(-1))
+        shards[parameter].grad = replicas.all_reduce(shard)
         parameter.grad = None
 
     for parameter in model.parameters():
@@ -52,6 +52,6 @@ def train(
         update.step()
         # ---- all-gather
         for parameter, shard in shards.items():
-            ctx.comm.all_gather(shard.detach(), neighbours, out=parameter.data.view(-1))
+            neighbours.all_gather(shard.detach(), out=parameter.data.view(-1))
         losses.append(value.item())
     return losses

@@ -45,7 +45,7 @@ def train(
         value.backward()
         # ---- all-reduce
         for weight in (A_i, B_i):
-            ctx.comm.all_reduce(weight.grad, dp, op="mean")
+            dp.all_reduce(weight.grad, op="mean")
         # ---- update
         update.step()
         update.zero_grad()

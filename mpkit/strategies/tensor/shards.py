@@ -304,7 +304,7 @@ def _divide_vocabulary(
 def divide_module(
     model: nn.Module, group: Communicator, plan: TensorPlan | None, *, sequence: bool, overlap: bool
 ) -> None:
-    """Shard a model in place, as `shard_model` does, for a loop of the user's own, where nothing else sums gradients."""
+    """Shard a model in place for a loop of the user's own, where nothing else sums gradients; see `shard_model`."""
     sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
     if sequence and may_draw(model):
         model.forward = _with_draws(model.forward, sharded.draws)

@@ -46,9 +46,9 @@ class Zero1:
         """Step once, after the backwards: each parameter has this replica's gradient in `.grad`."""
         ### BEGIN SOLUTION
         gradients = flatten([parameter.grad for parameter in self.parameters], self.dp)
-        self.shard.grad = self.ctx.comm.reduce_scatter(gradients, self.group) / self.dp
+        self.shard.grad = self.group.reduce_scatter(gradients) / self.dp
         self.optimizer.step()
-        unflatten(self.ctx.comm.all_gather(self.shard, self.group), self.parameters)
+        unflatten(self.group.all_gather(self.shard), self.parameters)
         ### END SOLUTION
 
 

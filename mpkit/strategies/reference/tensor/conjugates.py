@@ -38,12 +38,12 @@ class _Conjugate(torch.autograd.Function):
 
 def f(ctx: mk.Context, X: Tensor, group: Any = None) -> Tensor:
     """Return X; all-reduce its gradient over the ranks of the group (None: all)."""
-    return _Conjugate.apply(X, lambda X: X.view_as(X), lambda dX: ctx.comm.all_reduce(dX.clone(), group))
+    return _Conjugate.apply(X, lambda X: X.view_as(X), lambda dX: (group or ctx.comm).all_reduce(dX.clone()))
 
 
 def g(ctx: mk.Context, Y_i: Tensor, group: Any = None) -> Tensor:
     """Return the sum of Y_i over the ranks of the group (None: all)."""
-    return _Conjugate.apply(Y_i, lambda Y_i: ctx.comm.all_reduce(Y_i.clone(), group), lambda dY: dY)
+    return _Conjugate.apply(Y_i, lambda Y_i: (group or ctx.comm).all_reduce(Y_i.clone()), lambda dY: dY)
 
 
 def f_bar(ctx: mk.Context, X_i: Tensor) -> Tensor:
