@@ -38,7 +38,7 @@ from mpkit.launch.process.processes import RankProcesses, ask_stacks, cpu_second
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
-__all__ = ["LIMIT", "LOOK_EVERY", "HangWatch", "LaunchSignals", "Patience", "explain", "reasons"]
+__all__ = ["LIMIT", "LOOK_EVERY", "HangWatch", "LaunchSignals", "Patience", "explain", "reasons", "spelt"]
 
 LOOK_EVERY = 0.1
 """Seconds between two checks of the ranks' progress."""
@@ -247,10 +247,10 @@ class HangWatch:
             places.append(stopped_words(rank, stopped[rank]) if rank in stopped else is_where)
         if len(others) > SAID_RANKS:
             places.append(f"{len(others) - SAID_RANKS} more")
-        for_whom = f"for {ranks_spelt(others)}" if waiting != others else "and none uses CPU time"
+        for_whom = f"for {spelt(others)}" if waiting != others else "and none uses CPU time"
         have = "has" if len(waiting) == 1 else "have"
         self.waiting_for = (
-            f"{ranks_spelt(waiting)} {have} waited for {self._after:g} s {for_whom}: {'; '.join(places)}"
+            f"{spelt(waiting)} {have} waited for {self._after:g} s {for_whom}: {'; '.join(places)}"
         )
         if self.waiting_for not in self._said:
             self._said.add(self.waiting_for)
@@ -275,14 +275,16 @@ class HangWatch:
 # ---- in words ----------------------------------------------------------------------------------------------------
 
 
-def ranks_spelt(ranks: Sequence[int]) -> str:
-    """Return a phrase such as "rank 1" or "ranks 0, 2 and 3".
+def spelt(ranks: Sequence[int]) -> str:
+    """Return a label such as "rank 0" or "ranks 0-3".
 
-    >>> ranks_spelt([1]), ranks_spelt([0, 2, 3])
-    ('rank 1', 'ranks 0, 2 and 3')
+    >>> spelt([1]), spelt([0, 1, 2, 3]), spelt([0, 2])
+    ('rank 1', 'ranks 0-3', 'ranks 0,2')
     """
-    words = [str(rank) for rank in ranks]
-    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]}-{ranks[-1]}" if whole else f"ranks {','.join(map(str, ranks))}"
 
 
 def stopped_words(rank: int, pid: int) -> str:

@@ -18,9 +18,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,25 +30,7 @@ from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.program_calls.communication import compare_calls
 from mpkit.strategies.rank_context import Context
 
-__all__ = ["Reply", "Request", "run_cell", "serve"]
-
-
-# ---- requests and answers ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Request:
-    """What the ranks are asked to do.
-
-    Attributes:
-        do: "begin", "cell" or "get".
-        text: the cell's code, or the name of a variable.
-        name: what tracebacks call the cell.
-    """
-
-    do: str
-    text: str = ""
-    name: str = ""
+__all__ = ["Reply", "serve"]
 
 
 @dataclass
@@ -60,48 +40,36 @@ class Reply:
     Attributes:
         state: "ok", "error" or "interrupted".
         shown: the value of the cell's last expression as text; "" if it has none.
-        value: for "get": the pickled value.
+        value: the value itself, pickled, where that was asked for; a tensor on the CPU.
         error: for an error: its type, message and traceback, and the traceback without the frames of libraries.
         ops, recorded: how many operations its trace had when the cell began, and how many the cell added.
     """
 
     state: str = "ok"
     shown: str = ""
-    value: Any = None
+    value: bytes = b""
     error: dict[str, str] = field(default_factory=dict)
     ops: int = 0
     recorded: int = 0
 
 
-def requests(folder: Path, rank: int) -> Iterator[tuple[int, Request]]:
-    """Yield the numbers of requests and the requests, and sleep until there is one."""
+def serve(context: Context) -> None:
+    """Answer requests until the launch is ended. The answer to number 0 says that the rank is ready."""
+    folder, rank, record = context.record.folder, context.rank, context.record
+    namespace, own = _namespace(context), os.getpid()
     path = part(folder, rank, "requests")
     os.mkfifo(path, 0o600)
-    pipe = os.open(path, os.O_RDWR)  # with a writer of its own, so that it never ends
-    read = b""
-    yield 0, Request("begin")
-    while True:
-        while b"\n" not in read:
-            read += os.read(pipe, 4096)
-        line, _, read = read.partition(b"\n")
-        with (folder / f"request{int(line)}.pkl").open("rb") as file:
-            yield int(line), pickle.load(file)
-
-
-# ---- the loop ----------------------------------------------------------------------------------------------------
-
-
-def serve(context: Context) -> None:
-    """Answer requests until the launch is ended."""
-    folder, rank, record = context.record.folder, context.rank, context.record
-    namespace = _namespace(context)
     record.idle(True)
-    own = os.getpid()
-    with compare_calls(context.comm):
-        for number, request in requests(folder, rank):
-            ops = record.count
+    with (
+        path.open("r+b", buffering=0) as pipe,
+        compare_calls(context.comm),
+    ):  # with a writer of its own: it never ends
+        write_whole(part(folder, rank, "answer0"), dumps(Reply()))
+        for line in pipe:
+            number, ops = int(line), record.count
+            code, name, wants_value = pickle.loads((folder / f"request{number}.pkl").read_bytes())
             try:
-                given = _answer(context, request, namespace)
+                given = _answer(context, code, name, namespace, wants_value)
             except KeyboardInterrupt:  # between the cell's end and the next line
                 given = Reply("interrupted")
             if os.getpid() != own:  # a child that the cell has forked and not ended
@@ -127,48 +95,26 @@ def _namespace(context: Context) -> dict[str, Any]:
     return vars(main)
 
 
-def _answer(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
-    if request.do == "begin":
-        return Reply()
-    return _cell(context, request, namespace) if request.do == "cell" else _get(request.text, namespace)
-
-
-def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(lines := getattr(stream, "buffer", None), LabelledLines):
-            lines.begin_again()
-    context.record.idle(False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return run_cell(request.text, request.name, namespace)
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        context.record.idle(True)
-
-
-def _get(name: str, namespace: dict[str, Any]) -> Reply:
-    """Return the value of an expression, usually a name; tensors on the CPU."""
-    try:
-        value = eval(name, namespace)
-        return Reply(value=dumps(value.detach().cpu() if hasattr(value, "detach") else value))
-    except Exception as error:
-        return Reply("error", error={"type": type(error).__name__, "message": str(error)})
-
-
-# ---- a cell ------------------------------------------------------------------------------------------------------
-
-
-def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
+def _answer(context: Context, code: str, name: str, namespace: dict[str, Any], wants_value: bool) -> Reply:
     """Run a cell.
 
     Args:
+        context: the rank's context.
         code: Python code.
-        name: what tracebacks call it.
+        name: what tracebacks call the cell.
         namespace: the variables of the session on this rank.
+        wants_value: return the value of its last expression, and leave it out of the variables.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(lines := getattr(stream, "buffer", None), LabelledLines):
+            lines.begin_again()
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    context.record.idle(False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         value = _value(code, name, namespace)
+        if wants_value:
+            return Reply(value=dumps(value.detach().cpu() if hasattr(value, "detach") else value))
         if value is not None:
             namespace["_"] = value
         return Reply(shown="" if value is None else repr(value))
@@ -176,6 +122,9 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
         return Reply("interrupted")
     except BaseException as error:  # SystemExit too, which would end the session
         return Reply("error", error=describe(error))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        context.record.idle(True)
 
 
 def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:

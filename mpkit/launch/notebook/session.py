@@ -25,13 +25,14 @@ from mpkit.common.launch_folder import part
 from mpkit.common.safe_text import visible
 from mpkit.common.tracebacks import internals_shown, public
 from mpkit.errors import Deadlock, MpkitError, RankFailed
+from mpkit.launch.hang.hang import spelt
 from mpkit.launch.launch import Launch
-from mpkit.launch.notebook.on_rank import Reply, Request, serve
+from mpkit.launch.notebook.on_rank import Reply, serve
 from mpkit.launch.session.cluster import Cluster
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, RankTrace, Trace
 
-__all__ = ["CellFailed", "RankSession", "SessionEnded", "failure", "show_values", "spelt"]
+__all__ = ["CellFailed", "RankSession", "SessionEnded", "failure", "show_values"]
 
 POLL = 0.01
 """Seconds between two looks for answers."""
@@ -106,7 +107,7 @@ class RankSession:
             KeyboardInterrupt: the cell was interrupted; the ranks keep their variables.
         """
         chosen = list(range(self.ranks)) if ranks is None else list(ranks)
-        answers = self._ask(Request("cell", code, name), chosen)
+        answers = self._ask(code, name, chosen)
         if any(each.recorded for each in answers.values()):
             self._began = {rank: each.ops for rank, each in answers.items()}
         return answers
@@ -121,15 +122,13 @@ class RankSession:
             )
         return Timeline.of(Trace(ranks, trace.meta))
 
-    # ---- variables ----------------------------------------------------------------------------------------
-
     def __getitem__(self, name: str) -> list[Any]:
         """Return the value of a variable, or of an expression, by rank; tensors on the CPU.
 
         Raises:
             NameError: a rank has no such variable.
         """
-        answers = self._ask(Request("get", name), list(range(self.ranks)))
+        answers = self._ask(name, f"ranks[{name!r}]", list(range(self.ranks)), wants_value=True)
         for rank, each in answers.items():
             if each.state == "error":
                 kind = NameError if each.error["type"] == "NameError" else MpkitError
@@ -138,11 +137,12 @@ class RankSession:
 
     # ---- requests -----------------------------------------------------------------------------------------
 
-    def _ask(self, request: Request, ranks: list[int]) -> dict[int, Reply]:
+    def _ask(self, code: str, name: str, ranks: list[int], wants_value: bool = False) -> dict[int, Reply]:
         if self.has_ended:
             raise SessionEnded("these ranks are gone; the next %%ranks cell starts new ones")
         self._number += 1
-        write_whole(self._launch.folder / f"request{self._number}.pkl", pickle.dumps(request))
+        request = pickle.dumps((code, name, wants_value))
+        write_whole(self._launch.folder / f"request{self._number}.pkl", request)
         return self._wait(ranks, self._number, list(ranks))
 
     def _wait(self, ranks: list[int], number: int, asleep: Sequence[int] = ()) -> dict[int, Reply]:
@@ -279,16 +279,3 @@ def failure(answers: Mapping[int, Reply], world_size: int) -> CellFailed | None:
         parts.append(f"{spelt(ranks)} of {world_size}: {said}\n\n{text.rstrip()}")
     first = min(failed)
     return CellFailed("\n\n".join(parts), rank=first, traceback=failed[first].error.get("traceback", ""))
-
-
-def spelt(ranks: list[int]) -> str:
-    """Return a label such as "rank 0" or "ranks 0-3".
-
-    >>> spelt([1]), spelt([0, 1, 2, 3]), spelt([0, 2])
-    ('rank 1', 'ranks 0-3', 'ranks 0,2')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {','.join(map(str, ranks))}"

@@ -24,10 +24,10 @@ from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import pack, settings_here
 from mpkit.launch.session.cluster_checks import (
     EXAMPLE,
-    MEANT,
     check_function,
     check_ranks,
     check_timeout,
+    elsewhere,
     place_ranks,
 )
 from mpkit.launch.session.helper import Helper, import_ahead
@@ -278,7 +278,7 @@ class Cluster:
 
         return Timeline.of(self.trace, hardware, clock)
 
-    @answers(EXAMPLE, MEANT)
+    @answers(EXAMPLE, elsewhere)
     def train(
         self, model: torch.nn.Module, data: Any, plan: Plan | None = None, *,
         loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
