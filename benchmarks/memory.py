@@ -21,18 +21,67 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
-from mpkit.models import GPT, ResNet, next_token_loss
+from mpkit.models import GPT, next_token_loss
 from mpkit.prediction.dry_run.trace import played_memory
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 
-__all__ = ["CASES", "PLANS", "Case", "Row", "compare"]
+__all__ = ["CASES", "PLANS", "Case", "ResNet", "Row", "compare"]
 
 STEPS, LIMIT = 3, 0.03
 VOCAB, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 2048, 128, 8, 128, 4, 4
 
 
 # ---- models
+
+
+class ResNet(nn.Module):
+    """Groups of residual blocks with BatchNorm, each group of half the size: He et al., CVPR 2016, section 4.2."""
+
+    def __init__(
+        self, channels: int, outputs: int, *, width: int, groups: tuple[int, ...] = (2, 2, 2)
+    ) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        wide = [width * 2**i for i in range(len(groups))]
+        self.groups = nn.ModuleList(
+            nn.Sequential(
+                Basic(before, after, 1 if before == after else 2),
+                *(Basic(after, after) for _ in range(n - 1)),
+            )
+            for before, after, n in zip([width, *wide], wide, groups, strict=False)
+        )
+        self.head = nn.Linear(wide[-1], outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> [batch, outputs]."""
+        x = F.relu(self.norm(self.stem(x)))
+        for group in self.groups:
+            x = group(x)
+        scores: Tensor = self.head(x.mean(dim=(2, 3)))
+        return scores
+
+
+class Basic(nn.Module):
+    """relu(x + two normalized convolutions of x)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1, self.norm2, self.relu = (
+            nn.BatchNorm2d(outputs),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        )
+        short = nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential(*(short if inputs != outputs else ()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, inputs, h, w] -> [batch, outputs, h/stride, w/stride]."""
+        y: Tensor = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        total: Tensor = self.relu(y + self.shortcut(x))
+        return total
 
 
 def built(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:

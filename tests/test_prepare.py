@@ -52,16 +52,6 @@ class Fork(nn.Module):
         return x + self.a(x)
 
 
-class AsDict(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"x": x}
-
-
-class FromDict(nn.Module):
-    def forward(self, named: dict[str, Tensor]) -> Tensor:
-        return named["x"]
-
-
 def twice_the_same_norm() -> nn.Module:
     norm = nn.BatchNorm1d(2)
     return nn.Sequential(nn.Linear(4, 2), norm, nn.Linear(2, 2), norm)
@@ -100,21 +90,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more stages than layers": (
         {"plan": mk.Plan.gpipe(6, 4), "ranks": 6},
         r"6 stages, but the model has 5 layers \(0, 1, 2, 3, 4\).* At most pp=5 works",
-    ),
-    "a cut where a dict passes": (
-        {
-            "model": nn.Sequential(nn.Linear(4, 2), AsDict(), FromDict(), nn.ReLU()),
-            "plan": mk.Plan.gpipe(2, 2, cut=[2]),
-        },
-        r"cut=\[2\]: 1 passes on something that is neither a tensor",
-    ),
-    "cuts where a dict passes alone": (
-        {
-            "model": nn.Sequential(nn.Linear(4, 2), AsDict(), FromDict(), nn.ReLU()),
-            "plan": mk.Plan.gpipe(4, 2),
-            "ranks": 4,
-        },
-        r"4 stages, but the model can be cut into 3 at most \(0, 1 to 2, 3\): what 1 hands on is neither a tensor",
     ),
     # numbers
     "no steps": ({"steps": 0}, "steps=0: steps is a whole number, 1 or more, such as steps=3"),

@@ -151,6 +151,19 @@ def test_whatever_goes_from_block_to_block(train: Train, recompute: str) -> None
     check_equal(train, Odd().double(), data, plan, loss=of_thing, optimizer=adamw, steps=5)
 
 
+class Named(nn.Linear):
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        return {"x": super().forward(x["x"] if isinstance(x, dict) else x)}
+
+
+def test_a_chain_whose_layers_hand_on_dicts(train: Train) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(Named(3, 4), Named(4, 4), Named(4, 2)).double()
+    data = [(normal(4, 3), normal(4, 2))]
+    how: dict[str, Any] = {"loss": lambda out, y: F.mse_loss(out["x"], y), "optimizer": adamw, "steps": 2}
+    check_equal(train, model, data, mk.Plan.gpipe(2, 2, cut=[1]), **how)
+
+
 class Flow(nn.Module):
     """Control flow: on an input's values before the blocks, on a tensor's values within one."""
 

@@ -28,7 +28,8 @@ from transformers import (
 )
 
 import mpkit as mk
-from mpkit.models import GPT, ResNet, next_token_loss
+from benchmarks.memory import ResNet
+from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.replicas.flat import assign_owners
 from mpkit.trace import CATEGORIES, Kind, RankTrace

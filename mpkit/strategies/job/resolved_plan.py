@@ -99,7 +99,7 @@ class ResolvedPlan:
     def boundary(self, key: Hashable, stage: int) -> Boundary:
         """Return what crosses from a stage of a chain to the next, for micro-batches of this signature."""
         output = self.numbers[key][self.stages[stage].stop - 1].output
-        assert output is not None, "a cut is only made where something can be sent"
+        assert output is not None, "a chain whose layers hand on something else is partitioned"
         return output
 
     def incoming_routes(self, key: Hashable, stage: int) -> list[Route]:

@@ -4,7 +4,7 @@ from mpkit.plan.balance import balance
 from mpkit.strategies.models.chain import chain, cut, repeated_blocks
 from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
-from mpkit.strategies.models.networks import MLP, ConvNet, ResNet, UNet
+from mpkit.strategies.models.networks import MLP, ConvNet, UNet
 
 __all__ = [
     "GPT",
@@ -12,7 +12,6 @@ __all__ = [
     "ConvNet",
     "GPTConfig",
     "MixtureOfExperts",
-    "ResNet",
     "UNet",
     "balance",
     "chain",

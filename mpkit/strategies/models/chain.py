@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import combinations, pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.hooks import is_bare
 
-__all__ = ["SizedChain", "chain", "cut", "is_chain", "layers_of", "prefix_of", "repeated_blocks"]
+__all__ = ["chain", "cut", "is_chain", "layers_of", "prefix_of", "repeated_blocks"]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -160,25 +159,6 @@ def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
         else:
             layers.append((prefix + name, module))
     return layers
-
-
-class SizedChain(nn.Sequential):
-    """An nn.Sequential that is made from sizes, and not from its children as its slices are.
-
-    >>> class Two(SizedChain):
-    ...     def __init__(self, width: int) -> None:
-    ...         super().__init__(nn.Linear(width, width), nn.Tanh())
-    >>> Two(3)[1:]
-    Sequential(
-      (1): Tanh()
-    )
-    """
-
-    def __getitem__(self, index: slice | int) -> Any:
-        """Return a child; of a slice, an nn.Sequential of these children under their names."""
-        whole = nn.Sequential()
-        whole._modules = self._modules
-        return whole[index]
 
 
 @public

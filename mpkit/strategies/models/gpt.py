@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
-from mpkit.strategies.models.chain import SizedChain
 from mpkit.strategies.models.experts import MixtureOfExperts
 
 __all__ = ["GPT", "GPTConfig", "next_token_loss"]
@@ -93,7 +92,7 @@ answered = answers("GPT(layers=8, width=128)", ELSEWHERE)(GPTConfig.__init__)
 setattr(GPTConfig, "__init__", public(answered))  # noqa: B010
 
 
-class GPT(SizedChain):
+class GPT(nn.Sequential):
     """A decoder-only transformer: tokens [batch, time] to logits [batch, time, vocab].
 
     It is an nn.Sequential of `embedding`, `block0`, `block1`, ..., `head`, so it can be cut into stages.

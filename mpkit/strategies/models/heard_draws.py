@@ -19,8 +19,6 @@ UNTAGGED = (
 )  # fmt: skip
 """Operators that draw random numbers and that torch does not tag as such."""
 
-RRELU = ("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional")
-
 FUSED = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
@@ -91,7 +89,7 @@ class HeardDraws(TorchDispatchMode):
         if self._heard is not None and name == "_local_scalar_dense":
             self._heard.decides = True
         if draws_numbers(func):
-            drawn = args[1] if name in RRELU[:2] else made[1] if isinstance(made, tuple) else made
+            drawn = made[1] if isinstance(made, tuple) else made
             self._into.append(drawn.detach().clone())
         return made
 
@@ -128,13 +126,8 @@ class GivenDraws(TorchDispatchMode):
             values, p = args[0], float(args[1]) if name == "native_dropout" else 1.0 - float(args[1])
             mask = self._give(tuple(values.shape), 1.0 - p).to(values.device)
             return values * mask * (1.0 / (1.0 - p) if p < 1.0 else 0.0), mask.bool()
-        if name in RRELU:
-            values, noise = args[0], self._give(tuple(args[0].shape), None).to(args[0])
-            if name == "rrelu_with_noise_functional":
-                return values.where(values > 0, values * noise), noise
-            args[1].copy_(noise)
-            made = values.where(values > 0, values * noise)
-            return args[0].copy_(made) if name.endswith("_") else made
+        if name.startswith("rrelu"):
+            raise CannotReplay(f"{name} draws slopes within its operator; F.leaky_relu has one for all")
         if name.endswith("_"):
             chance: Any = args[1] if name == "bernoulli_" and len(args) > 1 else kwargs.get("p")
             given = self._give(tuple(args[0].shape), chance if isinstance(chance, float) else None)

@@ -3,7 +3,7 @@
     shapes        one micro-batch, or a replica's share of one, of every shape that the training will meet
     local         the model as a rank holds it: its shards of the layers, its part of each sequence
     observation   what each layer makes of each shape, on fake tensors, and the FLOPs
-    stages        where the model is cut; a model that is no chain is partitioned
+    stages        where the model is cut; one that is no chain, or whose layers hand on dicts, is partitioned
     parameters    which stage computes with which, and how many elements each rank holds
 
 Tensor-parallel ranks have shards. If t divides everything, all shards have the same shapes and one dry run serves all
@@ -92,10 +92,10 @@ def resolve(
         else:
             copies += [*map(copy_for, range(1, plan.tp - 1)), last]
     # ---- observation
-    sends = _LossSends(loss, copies[0])
+    sends_of_loss = _LossSends(loss, copies[0])
     numbers = [
         observe(
-            each.model, shapes, sends if each is copies[0] else loss, plan,
+            each.model, shapes, sends_of_loss if each is copies[0] else loss, plan,
             counts=plan.stages == 1 or is_chain(each.model), halves=schedule.splits_backward, cut=each.cut,
             attention=each.attention,
         )
@@ -103,7 +103,8 @@ def resolve(
     ]  # fmt: skip
     # ---- stages
     partitions: list[PartitionedModel | None] = [None] * len(copies)
-    if not is_chain(model):
+    sends = all(layer.output is not None for layers in numbers[0].values() for layer in layers[:-2])
+    if not (is_chain(model) and sends):
         random = any(layer.random for layers in numbers[0].values() for layer in layers)
         partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name, random=random)
     if partitions[0] is not None:
@@ -120,7 +121,7 @@ def resolve(
         each.free()
     local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
     return ResolvedPlan(
-        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most,
+        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends_of_loss.most,
     )  # fmt: skip
 
 
@@ -266,33 +267,10 @@ def cut_stages(
         points: `Plan.cut`; None: balance.
 
     Raises:
-        ValueError: there are more stages than layers, or what crosses a cut cannot be sent.
+        ValueError: there are more stages than layers, or a cut is at one that does not exist.
     """
     costs = [layer.flops.forward + _numel(layer) for layer in numbers]
-    if points is None:
-        # A layer whose output cannot be sent stays with the next one.
-        ends = [i + 1 for i, layer in enumerate(numbers) if layer.output is not None or i == len(numbers) - 1]
-        units = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        unit_names = [f"{names[u[0]]} to {names[u[-1]]}" if len(u) > 1 else names[u[0]] for u in units]
-        if len(units) < stages <= len(names):
-            kept = [names[i] for unit in units for i in unit[:-1]]
-            raise ValueError(
-                f"{stages} stages, but the model can be cut into {len(units)} at most ({', '.join(unit_names)}): what "
-                f"{', '.join(kept)} hand{'s' * (len(kept) == 1)} on is neither a tensor nor a tuple of tensors, which "
-                "is what stages send each other. What works: layers that return (h, x) for (h, (x, None)), tensors "
-                f"alone and not nested; or mk.Plan.ddp({stages}), which sends no activations"
-            )
-        parts = cut(unit_names, [sum(costs[i] for i in unit) for unit in units], stages, None)
-        return [range(units[part[0]].start, units[part[-1]].stop) for part in parts]
-    parts = cut(names, costs, stages, points)
-    for stage in parts[:-1]:
-        if numbers[stage[-1]].output is None:
-            raise ValueError(
-                f"cut={list(points)}: {names[stage[-1]]} passes on something that is neither a tensor nor a tuple of "
-                f"tensors, which cannot be sent to the next stage. Cut elsewhere, or leave cut out: then the "
-                "stages are cut where they can be."
-            )
-    return parts
+    return cut(names, costs, stages, points)
 
 
 def _numel(layer: LayerNumbers) -> float:

@@ -2,7 +2,7 @@
 
     serial               what all of the others have to equal
     pipelines            naive_model_parallelism, gpipe, one_f_one_b; stage is what they share
-    data parallelism     dp, naive_ddp, flat_ddp, bucketed_ddp
+    data parallelism     dp, naive_ddp, bucketed_ddp
     ZeRO                 zero1, zero2, zero3; hybrid_shards within groups of ranks
     tensor parallelism   tensor/: conjugates, column_parallel_linear, row_parallel_linear, parallel_mlp,
                          parallel_attention, vocabulary_cross_entropy, sequence_parallel

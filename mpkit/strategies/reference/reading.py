@@ -12,7 +12,7 @@ __all__ = ["SOURCES", "PythonSource", "source"]
 SOURCES = {
     "serial": "serial",
     "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b", "stage": "stage",
-    "dp": "dp", "naive-ddp": "naive_ddp", "flat-ddp": "flat_ddp", "ddp": "bucketed_ddp",
+    "dp": "dp", "naive-ddp": "naive_ddp", "ddp": "bucketed_ddp",
     "zero-1": "zero1", "zero-2": "zero2", "zero-3": "zero3", "hsdp": "hybrid_shards",
     "f-and-g": "tensor/conjugates", "column-parallel": "tensor/column_parallel_linear",
     "row-parallel": "tensor/row_parallel_linear",

@@ -34,12 +34,9 @@ from torch import nn
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.models.chain import is_chain, layers_of
-from mpkit.strategies.tensor.region import has_outputs, is_linear
+from mpkit.strategies.tensor.region import is_linear
 
 __all__ = ["find_head", "find_tensor_plan", "own_plan"]
-
-GATHERED = {f"mpkit.strategies.models.networks.{name}" for name in ("ConvNet", "ResNet", "UNet")}
-"""Models whose layers are divided one by one, their outputs gathered."""
 
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU,
@@ -190,13 +187,10 @@ def _pairs(model: nn.Module) -> Iterator[Region]:
 
 
 def _alone(model: nn.Module) -> Iterator[Region]:
-    """Yield a region for each layer of a chain that has no partner, and for all layers of models in `GATHERED`."""
+    """Yield a region for each layer of a chain that has no partner."""
     paired = {name for region in _pairs(model) for name in (*region.column, region.row)}
-    steps = [step for chain in _chains(model) for step in chain]
-    for kind in _kinds(model):
-        steps += model.named_modules() if kind in GATHERED else ()
-    for name, layer in dict(steps).items():
-        if name not in paired and has_outputs(layer):
+    for name, layer in (step for chain in _chains(model) for step in chain):
+        if name not in paired and is_linear(layer):
             yield Region(name, (name,))
 
 

@@ -125,15 +125,14 @@ def gather(group: Communicator, x: Tensor) -> Tensor:
     return _conjugate(group, x, join_sequence, part_of_sequence)
 
 
-def gather_features(group: Communicator, y: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
-    """Gather [..., n_i, ...] from each rank into [..., sum of n_i, ...].
+def gather_features(group: Communicator, y: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Gather [..., n_i] from each rank into [..., sum of n_i].
 
     Args:
         y: this rank's part.
         sizes: n_i of each rank.
-        dim: the dimension that is divided.
     """
-    return _GatherFeatures.apply(group, y, tuple(sizes), dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherFeatures.apply(group, y, tuple(sizes))  # type: ignore[no-any-return, no-untyped-call]
 
 
 Exchange: TypeAlias = Callable[[Communicator, Tensor], Tensor]
@@ -177,19 +176,18 @@ class _G(torch.autograd.Function):
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Communicator, y: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:
-        ctx.group, ctx.sizes, ctx.dim = group, sizes, dim
+    def forward(ctx: Any, group: Communicator, y: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
         # Only parts of one size can be gathered: shorter ones are padded, and cut again.
-        mine = y.movedim(dim, 0)
+        mine = y.movedim(-1, 0)
         short = max(sizes) - mine.shape[0]
         if short:
             mine = torch.cat([mine, mine.new_zeros(short, *mine.shape[1:])])
         parts = group.all_gather(mine.contiguous()).split(max(sizes))
         whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-        return whole.movedim(0, dim).contiguous()
+        return whole.movedim(0, -1).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
         i = ctx.group.index
-        mine = dy.narrow(ctx.dim, sum(ctx.sizes[:i]), ctx.sizes[i])
-        return None, mine.contiguous(), None, None
+        return None, dy.narrow(-1, sum(ctx.sizes[:i]), ctx.sizes[i]).contiguous(), None

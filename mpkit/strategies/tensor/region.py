@@ -53,7 +53,6 @@ from mpkit.strategies.tensor.overlap import RegionInput
 __all__ = [
     "RegionAtWork",
     "divide_sequence",
-    "has_outputs",
     "is_across",
     "is_linear",
     "is_weight",
@@ -83,13 +82,6 @@ def is_linear(layer: nn.Module) -> bool:
 def is_weight(layer: object) -> bool:
     """Return whether this is a parameter, [..., outputs, inputs], that its module multiplies by itself."""
     return isinstance(layer, nn.Parameter) and layer.dim() > 1
-
-
-def has_outputs(layer: nn.Module) -> bool:
-    """Return whether a layer can be divided by columns: a linear layer, or a convolution without groups."""
-    if isinstance(layer, nn.Conv2d) and type(layer).forward is nn.Conv2d.forward:
-        return layer.groups == 1
-    return is_linear(layer)
 
 
 class RegionAtWork:
@@ -122,7 +114,7 @@ class RegionAtWork:
     ) -> None:
         self._group, self._columns = group, columns
         self._sequence, self._region = sequence, region
-        self._overlap = overlap and bool(columns) and all(map(is_linear, columns))
+        self._overlap = overlap and bool(columns)
         if region is not None and region.inputs:
             self._overlap = False  # column layers have several inputs
         self._draws, self._name = draws, f"{name} on {group.index}"
@@ -220,11 +212,7 @@ class RegionAtWork:
             y = entered.take(layer)
             if not entered.left:
                 self._entered = None  # and with it x, of the whole sequence
-        if y is None and is_linear(layer):
-            y = _product(layer, x, layer.bias)
-        elif y is None:
-            y = layer._conv_forward(x, layer.weight, layer.bias)  # type: ignore[operator]
-        return self._columns[layer](y)
+        return self._columns[layer](_product(layer, x, layer.bias) if y is None else y)
 
     # ---- row
 

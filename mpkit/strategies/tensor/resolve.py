@@ -15,7 +15,7 @@ from torch import nn
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.stage.shard import evenly
-from mpkit.strategies.tensor.region import has_outputs, is_across, is_linear, is_weight
+from mpkit.strategies.tensor.region import is_across, is_linear, is_weight
 
 __all__ = ["check", "divide", "widths"]
 
@@ -88,7 +88,7 @@ def divide(
 
 
 def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
-    """Return inputs and outputs of a layer or of a parameter [..., outputs, inputs]; for a convolution, channels."""
+    """Return inputs and outputs of a layer or of a parameter [..., outputs, inputs]."""
     if isinstance(layer, nn.Parameter):
         return layer.shape[-1], layer.shape[-2]
     weight: Any = layer.weight
@@ -179,7 +179,7 @@ def _attribute(module: nn.Module, name: str, path: str) -> int:
 def _is_wide(region: Region, names: Names, t: int) -> bool:
     """Return whether to divide a region: one with fewer outputs than ranks, and no row, stays whole."""
     layers = [names[name] for name in region.column]
-    return region.row is not None or not any(has_outputs(layer) and widths(layer)[1] < t for layer in layers)
+    return region.row is not None or not any(is_linear(layer) and widths(layer)[1] < t for layer in layers)
 
 
 def _check_free(layers: tuple[str | None, ...], names: Names) -> None:
@@ -200,11 +200,11 @@ def _check_region(region: Region, names: Names, t: int) -> None:
         _enough(heads, t, f"{region.entry} has", "heads (or groups of heads, where some share a key)")
     for name in region.column:
         layer = names[name]
-        ways = is_linear(layer), region.row is None and has_outputs(layer), is_weight(layer)
-        if not any(ways) or is_weight(layer) != is_weight(names.get(region.row or "")):
+        if not (is_linear(layer) or is_weight(layer)) or is_weight(layer) != is_weight(
+            names.get(region.row or "")
+        ):
             raise ValueError(
-                f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer, or, where "
-                "there is no row, an nn.Conv2d without groups"
+                f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer"
             )
         outputs = widths(layer)[1]
         share = sum(region.sections) * (heads or 1)

@@ -275,8 +275,7 @@ def _finishes(region: Region, group: Communicator, shards: Shards) -> dict[str, 
     finishes: dict[str, Finish] = {}
     for name in region.column:
         sizes = [len(part) for part in evenly(shards.widths(name)[1], group.size)]
-        convolution = len(shards.of_weight(name).whole) > 2
-        finishes[name] = partial(gather_features, group, sizes=sizes, dim=1 if convolution else -1)
+        finishes[name] = partial(gather_features, group, sizes=sizes)
     return finishes
 
 
