@@ -258,7 +258,7 @@ class Plan(metaclass=NamedConstructors):
         self.build().validate(max_live=max_live)
         return self
 
-    def placement(self, model: Any = None, *, shards: Any = None, hardware: Any = None) -> Any:
+    def placement(self, model: Any = None, *, hardware: Any = None) -> Any:
         """Show where the plan puts a model: each rank's layers and node, and which ranks communicate over which link.
 
         Under ZeRO it also shows who holds which states. A run balances its stages by FLOPs, which requires a batch;
@@ -266,7 +266,6 @@ class Plan(metaclass=NamedConstructors):
 
         Args:
             model: the model whose layers are placed; None: show the mesh and its links only.
-            shards: what tp divides, in words by the layer's name; None: derived from how the plan divides the model.
             hardware: a catalogued machine's name (`mk.hardware()` lists them), or a `Hardware`; None: no nodes.
 
         Returns:
@@ -287,9 +286,7 @@ class Plan(metaclass=NamedConstructors):
         who talks to whom
           pp  (0 1), NVLink 4 within a node, 396 GB/s
         """
-        return resolve_name("mpkit.strategies.placement.placement:placement")(
-            self, model, shards=shards, hardware=hardware
-        )
+        return resolve_name("mpkit.strategies.placement.placement:placement")(self, model, hardware=hardware)
 
     def describe(self) -> str:
         """Describe the plan in a sentence or two.

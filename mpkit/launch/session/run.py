@@ -320,9 +320,12 @@ class Run(Execution):
         Args:
             hardware: the machine with its nodes and links; None: that of the run, if it was a catalogued machine.
         """
-        from mpkit.strategies.placement.placement import placement_of
+        from mpkit.strategies.placement.placement import placement
 
-        return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
+        meta = self._launch.meta
+        if hardware is None and meta.get("hardware", "cpu") != "cpu":
+            hardware = meta["hardware"]
+        return placement(self.plan, self._job.what.model, hardware=hardware, stages=meta["stages"])
 
     def what_if(self, **changes: Any) -> Any:
         """Predict this run's step after some changes, from the times that it recorded.

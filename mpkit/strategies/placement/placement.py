@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpkit.common.display import DrawnResult
 from mpkit.devices.placement_notes import across_nodes
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import holders_of, long_axes, mesh_of
+from mpkit.plan.mesh_of_trace import long_axes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,6 @@ __all__ = [
     "brief",
     "place",
     "placement",
-    "placement_of",
     "sharded_states",
 ]
 
@@ -239,16 +238,21 @@ def placement(
     plan: Plan,
     model: nn.Module | None = None,
     *,
-    shards: Parts | None = None,
     hardware: Hardware | str | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
 ) -> Placement:
-    """Return where a plan puts a model; see `Plan.placement`."""
+    """Return where a plan puts a model (see `Plan.placement`), or has put it.
+
+    Args:
+        stages: the names of each stage's layers, as a run has them; None: balanced here.
+    """
     holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
     if model is None:
-        return place(plan.mesh, (), shards, hardware, holders=holders, zero=plan.zero)
-    stages, notes = _stages(plan, model)
-    if shards is None and plan.tp > 1:
-        shards = shards_by(plan, model)
+        return place(plan.mesh, (), None, hardware, holders=holders, zero=plan.zero)
+    notes: list[str] = []
+    if stages is None:
+        stages, notes = _stages(plan, model)
+    shards = shards_by(plan, model) if plan.tp > 1 else None
     shares = shares_of(plan, model) if plan.zero and plan.pp == plan.tp == plan.ep == 1 else ()
     return place(
         plan.mesh, stages, shards, hardware, holders=holders, notes=notes, zero=plan.zero, shares=shares
@@ -289,47 +293,6 @@ def _is_list(module: nn.Module) -> bool:
     from torch import nn
 
     return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def placement_of(
-    meta: Mapping[str, Any],
-    ranks: int,
-    *,
-    model: nn.Module | None = None,
-    hardware: Hardware | str | None = None,
-) -> Placement:
-    """Return where a run put its model, according to its trace's meta: "plan", "stages", "shards", "hardware".
-
-    Args:
-        meta: the trace's meta.
-        ranks: the number of ranks.
-        model: the model that was trained, to name its rows and columns; None: only the counts, from the meta.
-        hardware: the machine to place the run on; None: the run's own, if it was a catalogued machine with nodes.
-
-    Raises:
-        ValueError: the meta has no plan for this many ranks, or the machine has fewer devices.
-    """
-    from mpkit.plan.plan import Plan
-
-    mesh = mesh_of(meta, ranks)
-    if mesh is None:
-        raise ValueError("placement_of(meta): it has no plan for so many ranks, so nobody knows their places")
-    where = meta.get("hardware", "cpu") if hardware is None else hardware
-    machine = None if where == "cpu" else where
-    divided = meta.get("shards")
-    if model is not None and mesh.tp > 1:
-        divided = shards_by(Plan.from_json(meta["plan"]), model)
-    plan = Plan.from_json(meta["plan"])
-    shares = shares_of(plan, model) if model is not None and plan.zero and plan.pp == plan.tp == 1 else ()
-    return place(
-        mesh,
-        meta.get("stages", ()),
-        divided,
-        machine,
-        holders=holders_of(meta),
-        zero=plan.zero,
-        shares=shares,
-    )
 
 
 def _words(shard: Shard) -> str:

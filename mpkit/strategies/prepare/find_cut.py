@@ -1,4 +1,4 @@
-"""Where to cut a model into stages: by the measured time of its blocks on this machine, by FLOPs, or by memory.
+"""Where to cut a model into stages: by the measured time of its blocks on this machine, or by FLOPs.
 
     blocks     found in the model as it is (`mpkit.strategies.prepare.partition`)
     cost       of each block: measured or counted
@@ -25,12 +25,11 @@ from mpkit.common.table import table_text
 from mpkit.common.tracebacks import public
 from mpkit.plan.balance import balance
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, one_of_each_shape, part, split
+from mpkit.strategies.data.microbatch import batch_size, map_tensors, one_of_each_shape, part, split
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.models.nested_values import flatten, rebuild
-from mpkit.strategies.partition.graph import Graph
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, prepare_modules
 from mpkit.strategies.prepare.arguments import check_loss, check_model
 from mpkit.strategies.prepare.batches import check_split, take_batches
@@ -60,7 +59,7 @@ def find_cut(
         batch: (inputs, targets), as training takes them.
         stages: the number of stages.
         loss: loss(outputs, targets) -> scalar, or (total, count).
-        by: what is balanced: "time" (measured here, on the CPU), "flops", or "memory".
+        by: what is balanced: "time" (measured here, on the CPU) or "flops".
         microbatches: the number of parts that the batch is split into; a block is measured on one of them.
 
     >>> import torch
@@ -78,41 +77,37 @@ def find_cut(
     """
     if by not in BY:
         raise ValueError(f"find_cut(by={by!r}): there are {', '.join(map(repr, BY))}, such as by='flops'")
-    return _find(model, batch, Plan(pp=stages, microbatches=microbatches), Quotient(loss), by)
-
-
-def _find(
-    model: nn.Module, batch: tuple[Any, Any], plan: Plan, loss: Callable[[Any, Any], Any], by: str
-) -> Cut:
     check_model(model)
     check_loss(loss)
+    plan, loss = Plan(pp=stages, microbatches=microbatches), Quotient(loss)
     with quiet():
         batches = take_batches([batch], 1)
         assert isinstance(batches, WholeBatches)
-        check_split(batches, plan.microbatches)
-        shapes = one_of_each_shape(batches, plan.microbatches, plan.dp)
+        check_split(batches, microbatches)
+        shapes = one_of_each_shape(batches, microbatches, 1)
         observe(model, shapes, loss, plan, counts=False)  # refuses what the model or the loss refuses
         partition = partition_model(model, shapes, plan, loss)
         graph = next(iter(partition.divisions.values())).graph
-        # ---- cost
-        start, end = split(batch_size(batches[0][0]), plan.microbatches)[0]
-        taken = _measure_calls(
-            model, partition.modules, partition.blocks, part(batches[0][0], slice(start, end))
-        )
+        # ---- cost: of each call of a block, on one thread, since idle threads would spin
+        first = split(batch_size(batches[0][0]), microbatches)[0]
+        held = copy.deepcopy(model)
+        prepare_modules(held, partition.modules, partition.blocks)
+        with on_threads(1), torch.no_grad(), Timing() as timing:
+            call(held, map_tensors(torch.clone, part(batches[0][0], slice(*first))), first=True)
         calls, groups = calls_of(graph), groups_of(graph)
-        modules = dict(model.named_modules())
+        modules, taken = dict(model.named_modules()), [cost for _, cost in timing.calls]
+        flops = [graph.nodes[k].flops.forward for k in graph.blocks]
+        each = flops if by == "flops" else [cost.forward + cost.backward for cost in taken]
+        costs = [sum(each[i] for i in group) for group in groups]
         sizes = [sum(p.numel() for p in modules[calls[group[0]][0]].parameters()) for group in groups]
         kept = [sum(taken[i].kept for i in group) for group in groups]
-        costs = _costs(by, graph, groups, taken, sizes, kept)
         # ---- balance
         names = [calls[group[0]][0] for group in groups]
-        cut(names, costs, plan.stages, None)  # raises if there are too few
-        stages = balance(costs, plan.stages)
-        points = _points(model, names, [stage.start for stage in stages[1:]])
+        cut(names, costs, stages, None)  # raises if there are too few
+        balanced = balance(costs, stages)
+        starts = [stage.start for stage in balanced[1:]]
         # ---- crossing
-        partition = partition_model(
-            model, shapes, replace(plan, cut=[stage.start for stage in stages[1:]]), loss
-        )
+        partition = partition_model(model, shapes, replace(plan, cut=starts), loss)
     division = next(iter(partition.divisions.values()))
     whole = sum(costs) or 1.0
     stages_found = [
@@ -123,41 +118,14 @@ def _find(
             sum(sizes[i] for i in stage),
             sum(kept[i] for i in stage),
         )
-        for stage in stages
+        for stage in balanced
     ]
     sends = {
         (route.source, route.target): sum(prod(spec.shape) * spec.dtype.itemsize for spec in route.specs)
         for route in division.routes
     }
     tied = {next(iter(shared.names.values())): list(shared.names) for shared in partition.shared_weights}
-    return Cut(points, by, stages_found, sends, tied)
-
-
-def _measure_calls(
-    model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], inputs: Value
-) -> list[CallCost]:
-    """Measure each call of a block on this machine, on one thread, since idle threads would spin."""
-    held = copy.deepcopy(model)
-    prepare_modules(held, modules, blocks)
-    with on_threads(1), torch.no_grad(), Timing() as timing:
-        call(held, map_tensors(torch.clone, inputs), first=True)
-    return [taken for _, taken in timing.calls]
-
-
-def _costs(
-    by: str,
-    graph: Graph,
-    groups: list[list[int]],
-    taken: list[CallCost],
-    sizes: list[int],
-    kept: list[int],
-) -> list[float]:
-    nodes = [graph.nodes[k] for k in graph.blocks]
-    if by == "time":
-        return [sum(taken[i].forward + taken[i].backward for i in group) for group in groups]
-    if by == "memory":
-        return [4.0 * 4 * size + held for size, held in zip(sizes, kept, strict=True)]
-    return [sum(nodes[i].flops.forward for i in group) for group in groups]
+    return Cut(_points(model, names, starts), by, stages_found, sends, tied)
 
 
 def _points(model: nn.Module, names: list[str], at: list[int]) -> list[int | str]:
@@ -171,7 +139,6 @@ def _points(model: nn.Module, names: list[str], at: list[int]) -> list[int | str
 BY = {
     "time": "measured seconds of forward and backward",
     "flops": "FLOPs of the forward",
-    "memory": "bytes of weights, gradients, Adam's two states, and one micro-batch's activations",
 }
 
 

@@ -32,7 +32,7 @@ from mpkit.strategies.tensor.region import (
     is_linear,
     modules_between,
 )
-from mpkit.strategies.tensor.resolve import check, divide, widths
+from mpkit.strategies.tensor.resolve import check, divide
 from mpkit.strategies.tensor.vocabulary import DividedLogits, divide_embedding
 
 __all__ = [
@@ -48,21 +48,26 @@ __all__ = [
 
 def shards_of(model: nn.Module, group: Communicator, plan: TensorPlan) -> Shards:
     """Return the shards of everything that the plan divides."""
-    shards, t = Shards(model, group), group.size
+    shards = Shards(model, group)
     for region in plan.regions:
         assert not isinstance(region.heads, str)
         for name in region.column:
-            shards.add_outputs(name, divide(shards.widths(name)[1], t, region.heads, region.sections))
+            shards.add_outputs(name, region.heads, region.sections)
         if region.row is not None:
-            shards.add_inputs(region.row, divide(shards.widths(region.row)[0], t, region.heads))
+            shards.add_inputs(region.row, region.heads)
         for name in region.per_head:
-            shards.add_last(name, t, region.heads)
+            shards.add(name, -1, region.heads)
     for name in plan.embeddings:
-        shards.add(name, "weight", 0, divide(shards.vocabulary(name), t, None))
+        shards.add(f"{name}.weight", 0)
     if plan.head is not None:
-        shards.add_outputs(plan.head, divide(shards.widths(plan.head)[1], t, None))
+        shards.add_outputs(plan.head)
     shards.check_shared()
     return shards
+
+
+def weight_of(layer: str) -> str:
+    """Return the name of a layer's weight."""
+    return f"{layer}.weight" if layer else "weight"
 
 
 class Shards:
@@ -75,72 +80,49 @@ class Shards:
     def __init__(self, model: nn.Module, group: Communicator) -> None:
         self._index, self._size = group.index, group.size
         self._modules = dict(model.named_modules())
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in self._parameters.items():
             self._names.setdefault(id(parameter), []).append(name)
         self._asked: set[str] = set()
         self.found: dict[str, Shard] = {}
 
-    def add(self, module: str, parameter: str, dim: int, parts: list[tuple[range, ...]]) -> None:
-        """Divide a parameter, under all of its names."""
-        whole = getattr(self._modules[module], parameter)
+    def add(self, name: str, dim: int, heads: int | None = None, sections: tuple[int, ...] = (1,)) -> None:
+        """Divide a dimension of a parameter, under all of its names: in whole heads, each section by itself."""
+        module, _, key = name.rpartition(".")
         self._asked.add(module)
+        whole = self._parameters.get(name)
         if whole is None:
-            return
-        if id(whole) not in self._names:
+            if getattr(self._modules[module], key) is None:  # a layer without a bias
+                return
             raise ValueError(
-                f"TensorPlan: {module}.{parameter} is no parameter, but computed from others (by weight_norm, "
+                f"TensorPlan: {name} is no parameter, but computed from others (by weight_norm, "
                 f"spectral_norm or another parametrization), and cannot be divided. What works: a TensorPlan without "
                 f"{module}, or Plan.ddp({self._size})"
             )
-        shard = Shard(tuple(whole.shape), dim, parts[self._index])
+        dim %= whole.dim()
+        part = divide(whole.shape[dim], self._size, heads, sections)[self._index]
+        shard = Shard(tuple(whole.shape), dim, part)
         names = self._names[id(whole)]
-        for name in names:
-            if self.found.setdefault(name, shard) != shard:
+        for each in names:
+            if self.found.setdefault(each, shard) != shard:
                 raise ValueError(
-                    f"TensorPlan: {module}.{parameter} is divided in two ways, {self.found[name]} and {shard}. It is "
+                    f"TensorPlan: {name} is divided in two ways, {self.found[each]} and {shard}. It is "
                     f"named {' and '.join(names)}, and has to be divided alike everywhere"
                 )
 
-    def add_outputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
-        """Divide a layer by columns."""
-        if layer not in self._modules:
-            return self.add(*self._split_name(layer), self._parameter(layer).dim() - 2, parts)
-        self.add(layer, "weight", 1 if is_across(self._modules[layer]) else 0, parts)
-        self.add(layer, "bias", 0, parts)
+    def add_outputs(self, layer: str, heads: int | None = None, sections: tuple[int, ...] = (1,)) -> None:
+        """Divide a layer, or a parameter [..., outputs, inputs], by columns."""
+        if layer in self._parameters:
+            return self.add(layer, -2, heads, sections)
+        self.add(weight_of(layer), 1 if is_across(self._modules[layer]) else 0, heads, sections)
+        self.add(f"{layer}.bias" if layer else "bias", 0, heads, sections)
 
-    def add_inputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
-        """Divide a layer by rows; its bias stays whole."""
-        if layer not in self._modules:
-            return self.add(*self._split_name(layer), self._parameter(layer).dim() - 1, parts)
-        self.add(layer, "weight", 0 if is_across(self._modules[layer]) else 1, parts)
-
-    def add_last(self, name: str, t: int, heads: int | None) -> None:
-        """Divide a parameter by its last dimension, the heads."""
-        whole = self._parameter(name)
-        self.add(*self._split_name(name), whole.dim() - 1, divide(whole.shape[-1], t, heads))
-
-    def _split_name(self, parameter: str) -> tuple[str, str]:
-        module, _, name = parameter.rpartition(".")
-        return module, name
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        module, key = self._split_name(name)
-        parameter: nn.Parameter = getattr(self._modules[module], key)
-        return parameter
-
-    def of_weight(self, layer: str) -> Shard:
-        """Return the shard of a divided layer's weight."""
-        return self.found[f"{layer}.weight" if layer else "weight"]
-
-    def widths(self, layer: str) -> tuple[int, int]:
-        """Return a layer's inputs and outputs before it is divided."""
-        return widths(self._modules[layer] if layer in self._modules else self._parameter(layer))
-
-    def vocabulary(self, embedding: str) -> int:
-        """Return the number of tokens of an embedding."""
-        weight: Any = self._modules[embedding].weight
-        return int(weight.shape[0])
+    def add_inputs(self, layer: str, heads: int | None) -> None:
+        """Divide a layer, or a parameter [..., outputs, inputs], by rows; a bias stays whole."""
+        if layer in self._parameters:
+            return self.add(layer, -1, heads)
+        self.add(weight_of(layer), 0 if is_across(self._modules[layer]) else 1, heads)
 
     def check_shared(self) -> None:
         """Check that every layer that shares a divided parameter is divided too."""
@@ -274,7 +256,8 @@ def _finishes(region: Region, group: Communicator, shards: Shards) -> dict[str, 
         return dict.fromkeys(region.column, _stay)
     finishes: dict[str, Finish] = {}
     for name in region.column:
-        sizes = [len(part) for part in evenly(shards.widths(name)[1], group.size)]
+        shard = shards.found[weight_of(name)]
+        sizes = [len(part) for part in evenly(shard.whole[shard.dim], group.size)]
         finishes[name] = partial(gather_features, group, sizes=sizes)
     return finishes
 
@@ -289,12 +272,12 @@ def _divide_vocabulary(
     """Divide the embeddings, and the head with its logits."""
     for name in plan.embeddings:
         embedding: Any = modules[name]
-        shard = shards.of_weight(name)
+        shard = shards.found[weight_of(name)]
         divide_embedding(group, embedding, shard.ranges[0], shard.whole[0])
     if plan.head is None:
         return
     head = modules[plan.head]
-    shard = shards.of_weight(plan.head)
+    shard = shards.found[weight_of(plan.head)]
     vocabulary = tuple(evenly(shard.whole[shard.dim], group.size))
     logits = partial(DividedLogits.make, group, vocabulary)
     RegionAtWork(group, plan.head, head, {head: logits}, None, OwnDraws(), sequence=False, overlap=overlap)
