@@ -131,7 +131,7 @@ class Feed:
         place = job.plan.mesh.place(context.rank)
         self._place = place.dp
         self._plan, self._cp, self._parts = job.plan, place.cp, job.plan.cp
-        self._gives = self._needed = needed
+        self._needed = needed
         self._parts_of_step: Parts = {}
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
@@ -149,12 +149,10 @@ class Feed:
             k = len(range(size)[which]) if start + self._place < end else 0
             key = self._source.key(step, which)
             inputs, targets = self._load(step, which, key) if self._needed else ((), ())
-            if not self._gives:
-                inputs, targets = (), ()
             weight = k / size / self._parts
             microbatches.append(MicroBatch(inputs, targets, key, weight, samples=end - start))
         # ---- account
-        taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._gives]
+        taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._needed]
         fake = any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y)))
         if self._taken is not None and not fake:
             self._taken.write(step, taken)

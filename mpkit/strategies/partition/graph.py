@@ -134,7 +134,7 @@ class PartitionedModel:
         held: for each stage, the parameters that it computes with, by their first name in the model.
         placed: for each stage, the blocks that it calls.
         state: the stage that returns each entry of the state dict.
-        starts: for each stage but stage 0, its first call: a block, and which of that block's calls.
+        stage_of_blocks: the stage of each call of a block.
     """
 
     modules: tuple[str, ...]
@@ -143,7 +143,7 @@ class PartitionedModel:
     held: list[tuple[str, ...]]
     placed: list[tuple[str, ...]]
     state: dict[str, int]
-    starts: list[tuple[str, int]]
+    stage_of_blocks: list[int]
 
     @property
     def shared_weights(self) -> list[SharedWeight]:

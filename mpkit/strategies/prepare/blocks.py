@@ -10,7 +10,9 @@ calls     of the blocks, one after the other; consecutive calls of the same bloc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from mpkit.strategies.models.chain import cut, is_chain
 from mpkit.strategies.models.hooks import is_bare
 from mpkit.strategies.partition.graph import Graph
 
-__all__ = ["PartitionChoice", "Start", "calls_of", "choose", "groups_of", "stages_of_blocks", "starts"]
+__all__ = ["PartitionChoice", "check_alike", "choose", "cut_blocks", "groups_of"]
 
 
 class PartitionChoice(NamedTuple):
@@ -52,55 +54,39 @@ def choose(
     PartitionChoice(modules=('', 'dropout'), blocks=('embedding', 'layers.0', 'layers.1'))
     """
     points = [point for point in cut if isinstance(point, str)]
-    chooser = _Chooser(model, stages, points, closed, entered)
-    chooser.visit("", model)
-    return PartitionChoice(tuple(dict.fromkeys(chooser.opened)), tuple(dict.fromkeys(chooser.blocks)))
+    names = {module: name for name, module in model.named_modules()}  # a shared module by its first name
+    share = _weight(model) / stages
+    opened: dict[str, None] = {}
+    blocks: dict[str, None] = {}
 
-
-class _Chooser:
-    def __init__(
-        self,
-        model: nn.Module,
-        stages: int,
-        cut: list[str],
-        closed: Collection[str],
-        entered: Collection[str],
-    ) -> None:
-        self._names = {
-            module: name for name, module in model.named_modules()
-        }  # a shared module by its first name
-        self._share = _weight(model) / stages
-        self._cut, self._closed, self._entered = cut, closed, entered
-        self.opened: list[str] = []
-        self.blocks: list[str] = []
-
-    def visit(self, name: str, module: nn.Module) -> None:
-        self.opened.append(name)
-        for child in _called_modules(module):
-            inner = self._names[child]
-            if inner not in self._closed and self._opens(inner, child):
-                self.visit(inner, child)
-            else:
-                self.blocks.append(inner)
-
-    def _opens(self, name: str, module: nn.Module) -> bool:
-        if name in self._entered or any(point.startswith(f"{name}.") for point in self._cut):
+    def opens(name: str, module: nn.Module) -> bool:
+        if name in entered or any(point.startswith(f"{name}.") for point in points):
             return True
         if isinstance(module, torch.jit.ScriptModule):
             return False
         if not _has_state(module) and is_bare(module):
             return True
-        if is_chain(module) and not self._is_entry(name):
+        if (
+            is_chain(module) and not name.rpartition(".")[2].isdigit()
+        ):  # as entries of a list of layers are called
             return True
         inner = [child for child in _called_modules(module) if _has_state(child)]
         while len(inner) == 1:  # skip wrappers
             inner = [child for child in _called_modules(inner[0]) if _has_state(child)]
         weight = _weight(module)
-        return len(inner) > 1 and (weight > self._share or (2 * weight > self._share and _has_list(module)))
+        return len(inner) > 1 and (weight > share or (2 * weight > share and _has_list(module)))
 
-    def _is_entry(self, name: str) -> bool:
-        """Return whether it is an entry of a list of layers, whose names are numbers."""
-        return name.rpartition(".")[2].isdigit()
+    def visit(name: str, module: nn.Module) -> None:
+        opened[name] = None
+        for child in _called_modules(module):
+            inner = names[child]
+            if inner not in closed and opens(inner, child):
+                visit(inner, child)
+            else:
+                blocks[inner] = None
+
+    visit("", model)
+    return PartitionChoice(tuple(opened), tuple(blocks))
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -134,12 +120,8 @@ def _weight(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-Start = tuple[str, int]
-"""The first call of a stage: a block, and the number of the call of that block."""
-
-
-def starts(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[Start]:
-    """Return the first call of each stage but stage 0.
+def cut_blocks(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[int]:
+    """Return the stage of each call of a block.
 
     Args:
         graph: the graph of the first shape.
@@ -149,9 +131,8 @@ def starts(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[Start]:
     Raises:
         ValueError: there are too few blocks, or none at a cut point.
     """
-    calls, groups = calls_of(graph), groups_of(graph)
-    names = [calls[group[0]][0] for group in groups]
-    nodes = [graph.nodes[k] for k in graph.blocks]
+    nodes, groups = [graph.nodes[k] for k in graph.blocks], groups_of(graph)
+    names = [nodes[group[0]].name for group in groups]
     costs = [
         sum(
             nodes[i].flops.forward + sum(prod(graph.specs[n].shape) for n in nodes[i].made_values)
@@ -164,7 +145,7 @@ def starts(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[Start]:
     except ValueError as error:
         whole = [f"{name} is cut nowhere within: {why}" for name, why in closed.items()]
         raise ValueError(". ".join([str(error).rstrip("."), *whole]) + ".") from None
-    return [calls[groups[stage.start][0]] for stage in stages[1:]]
+    return [number for number, stage in enumerate(stages) for group in stage for _ in groups[group]]
 
 
 def _points(given: Sequence[int | str], names: list[str]) -> list[int | str]:
@@ -177,43 +158,18 @@ def _points(given: Sequence[int | str], names: list[str]) -> list[int | str]:
 
 def groups_of(graph: Graph) -> list[list[int]]:
     """Return the groups that are not cut: consecutive calls of the same block, by their numbers."""
-    calls = calls_of(graph)
-    groups: list[list[int]] = []
-    for i, (name, _) in enumerate(calls):
-        if groups and calls[groups[-1][-1]][0] == name:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+    calls = [(i, graph.nodes[k].name) for i, k in enumerate(graph.blocks)]
+    return [[i for i, _ in group] for _, group in groupby(calls, key=itemgetter(1))]
 
 
-def calls_of(graph: Graph) -> list[Start]:
-    """Return every call: the block, and the number of the call of that block."""
-    seen: dict[str, int] = {}
-    calls = []
-    for k in graph.blocks:
-        name = graph.nodes[k].name
-        calls.append((name, seen.get(name, 0)))
-        seen[name] = seen.get(name, 0) + 1
-    return calls
-
-
-def stages_of_blocks(graph: Graph, first: list[Start]) -> list[int]:
-    """Return the stage of each call.
-
-    Args:
-        graph: the graph of any shape.
-        first: the result of `starts`.
+def check_alike(graphs: Collection[Graph]) -> None:
+    """Check that the model calls the same blocks in the same order for micro-batches of every shape.
 
     Raises:
-        ValueError: the calls are in a different order than in the graph that was cut.
+        ValueError: it does not.
     """
-    calls = calls_of(graph)
-    at = [calls.index(start) if start in calls else -1 for start in first]
-    if at != sorted(at) or -1 in at:
+    if len({tuple(graph.nodes[k].name for k in graph.blocks) for graph in graphs}) > 1:
         raise ValueError(
-            "The model calls its blocks in another order for micro-batches of another shape, so that it cannot be cut "
-            f"before {', '.join(name for name, _ in first)} for all. Batches of one shape can be trained on, or "
-            "Plan.serial() with these."
+            "The model calls other blocks, or in another order, for micro-batches of another shape, so that it cannot "
+            "be cut for all. Batches of one shape can be trained on, or Plan.serial() with these."
         )
-    return [sum(i >= start for start in at) for i in range(len(calls))]

@@ -16,7 +16,7 @@ from torch import nn
 
 from mpkit.strategies.partition.graph import CallNode, Division, Graph, PartitionedModel
 from mpkit.strategies.partition.value import Route, Spec
-from mpkit.strategies.prepare.blocks import PartitionChoice, Start
+from mpkit.strategies.prepare.blocks import PartitionChoice
 
 __all__ = ["assign_weights", "divide"]
 
@@ -102,7 +102,7 @@ def _nbytes(spec: Spec) -> int:
 
 
 def assign_weights(
-    model: nn.Module, choice: PartitionChoice, divisions: dict[Hashable, Division], starts: list[Start]
+    model: nn.Module, choice: PartitionChoice, divisions: dict[Hashable, Division], of_blocks: list[int]
 ) -> PartitionedModel:
     """Return what ranks need to know about a divided model.
 
@@ -110,12 +110,12 @@ def assign_weights(
         model: the user's model.
         choice: which of its modules were opened.
         divisions: the divisions by signature of a micro-batch.
-        starts: the first call of each stage but stage 0.
+        of_blocks: the stage of each call of a block.
 
     Raises:
         ValueError: stages share state that each would change on its own.
     """
-    modules, stages = dict(model.named_modules()), len(starts) + 1
+    modules, stages = dict(model.named_modules()), of_blocks[-1] + 1
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[dict[str, None]] = [{} for _ in range(stages)]
     placed: list[dict[str, None]] = [{} for _ in range(stages)]
@@ -142,7 +142,7 @@ def assign_weights(
         [tuple(stage) for stage in held],
         [tuple(stage) for stage in placed],
         state,
-        starts,
+        of_blocks,
     )
 
 

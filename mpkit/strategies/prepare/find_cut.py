@@ -33,7 +33,7 @@ from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, prepare_modules
 from mpkit.strategies.prepare.arguments import check_loss, check_model
 from mpkit.strategies.prepare.batches import check_split, take_batches
-from mpkit.strategies.prepare.blocks import calls_of, groups_of
+from mpkit.strategies.prepare.blocks import groups_of
 from mpkit.strategies.prepare.isolation import on_threads, quiet
 from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_model
@@ -94,15 +94,18 @@ def find_cut(
         prepare_modules(held, partition.modules, partition.blocks)
         with on_threads(1), torch.no_grad(), Timing() as timing:
             call(held, map_tensors(torch.clone, part(batches[0][0], slice(*first))), first=True)
-        calls, groups = calls_of(graph), groups_of(graph)
+        blocks, groups = [graph.nodes[k] for k in graph.blocks], groups_of(graph)
+        names = [blocks[group[0]].name for group in groups]
         modules, taken = dict(model.named_modules()), [cost for _, cost in timing.calls]
-        flops = [graph.nodes[k].flops.forward for k in graph.blocks]
-        each = flops if by == "flops" else [cost.forward + cost.backward for cost in taken]
+        each = (
+            [block.flops.forward for block in blocks]
+            if by == "flops"
+            else [cost.forward + cost.backward for cost in taken]
+        )
         costs = [sum(each[i] for i in group) for group in groups]
-        sizes = [sum(p.numel() for p in modules[calls[group[0]][0]].parameters()) for group in groups]
+        sizes = [sum(p.numel() for p in modules[name].parameters()) for name in names]
         kept = [sum(taken[i].kept for i in group) for group in groups]
         # ---- balance
-        names = [calls[group[0]][0] for group in groups]
         cut(names, costs, stages, None)  # raises if there are too few
         balanced = balance(costs, stages)
         starts = [stage.start for stage in balanced[1:]]

@@ -34,8 +34,7 @@ def describe_run(
     Returns:
         plan: the plan as JSON; stages: names of layers by stage; parameters: the model's number of parameters; dtype:
         the dtype of computation; replicas: the ranks of each replica, which all know its share of the loss (under DP
-        rank 0 knows all of it); mesh: what `mpkit.timeline.formulas` needs, for the average micro-batch; shards: how
-        parameters are divided, in words.
+        rank 0 knows all of it); mesh: what `mpkit.timeline.formulas` needs, for the average micro-batch.
     """
     plan, held, parameters = resolved.plan, resolved.held, list(model.parameters())
     dtype = PRECISIONS.get(plan.precision, parameters[0].dtype if parameters else torch.float32)
@@ -78,7 +77,6 @@ def describe_run(
             "by_owner": by_owner,
             **_expert_numbers(named, resolved, sample, average, dtype.itemsize),
         },
-        "shards": _describe_shards(resolved.sharded),
     }
 
 
@@ -191,18 +189,3 @@ def _split(schedule: Schedule) -> list[float]:
     """Return, by place along pp, the share of its backwards that are split in two."""
     rows = [[action.kind for action in row] for row in schedule.rows]
     return [row.count("W") / max(1, row.count("F")) for row in rows]
-
-
-def _describe_shards(sharded: Sequence[ShardedModel]) -> dict[str, str]:
-    """Describe how each divided parameter is sharded: how many of its rows, columns or experts a rank has."""
-    told = {}
-    for name, shard in sharded[0].shards.items():
-        counts = dict.fromkeys(str(each.shards[name].shape[shard.dim]) for each in sharded)
-        of_matrix = "columns" if shard.axis_name == "columns" else "rows"
-        what = "experts" if name in sharded[0].experts else of_matrix
-        told[name] = f"{' or '.join(counts)} of {shard.whole[shard.dim]} {what}"
-        if shard.across is not None:
-            parts = dict.fromkeys(str(each.shards[name].shape[shard.across.dim]) for each in sharded)
-            of_each = f"of {shard.whole[shard.across.dim]} {shard.across.axis_name} of each"
-            told[name] += f", {' or '.join(parts)} {of_each}"
-    return told

@@ -22,7 +22,7 @@ from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.hooks import with_backward_hooks
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
-from mpkit.strategies.prepare.blocks import PartitionChoice, choose, stages_of_blocks, starts
+from mpkit.strategies.prepare.blocks import PartitionChoice, check_alike, choose, cut_blocks
 from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.prepare.divide import assign_weights, divide
 from mpkit.strategies.prepare.observe import Around, Backwards, kind_of_layer, of_wide_outputs, whole
@@ -73,12 +73,11 @@ def partition_model(
             choice = PartitionChoice(like.modules, like.blocks)
             dry = _Recordings(model, plan, choice)
             graphs = {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
-    first = like.starts if like is not None else starts(next(iter(graphs.values())), plan, closed)
-    divisions = {
-        key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
-        for key, graph in graphs.items()
-    }
-    return assign_weights(model, choice, divisions, first)
+    check_alike(graphs.values())
+    first = next(iter(graphs.values()))
+    of_blocks = like.stage_of_blocks if like is not None else cut_blocks(first, plan, closed)
+    divisions = {key: divide(graph, of_blocks, plan.stages, relays=relays) for key, graph in graphs.items()}
+    return assign_weights(model, choice, divisions, of_blocks)
 
 
 def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
