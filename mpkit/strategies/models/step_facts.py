@@ -22,7 +22,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,22 +35,14 @@ from mpkit.strategies.models.heard_draws import draws_numbers
 
 __all__ = ["FIRST_TIMES", "FirstTimes", "StepFacts", "first_unverified"]
 
-LIMITS = (
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "maximum",
-    "minimum",
-    "hardtanh",
-    "threshold",
-    "nan_to_num",
-    "fmod",
+LIMITS = frozenset(
+    ("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "nan_to_num", "fmod")
 )
-ACROSS = (
+ACROSS = frozenset((
     "mean", "sum", "max", "amax", "min", "amin", "aminmax", "var", "std", "var_mean", "norm", "linalg_vector_norm",
     "prod", "logsumexp", "median", "cumsum", "sort", "topk", "argsort", "nonzero", "bincount", "scatter_add",
     "index_add",
-)  # fmt: skip
+))  # fmt: skip
 """Operators that may combine samples."""
 
 IGNORES = ("nll_loss_forward", "nll_loss2d_forward")
@@ -113,41 +104,11 @@ class StepFacts:
             self.facts.add(f"{where} divides by another number for each sample than before")
 
 
-@dataclass(frozen=True)
-class _Operator:
-    """What an operator's name tells, in a forward, a loss or an optimizer.
-
-    Attributes:
-        fact: that it is computed, in words.
-        here: the operator and where it is, in words.
-        name: its name.
-        draws: whether it draws random numbers.
-        looks: whether Python looks at a value.
-        across: whether it may combine samples.
-        limits: whether it is one of LIMITS, out of place.
-        special: whether `_note_special` has something to note.
-    """
-
-    fact: str
-    here: str
-    name: str
-    draws: bool
-    looks: bool
-    across: bool
-    limits: bool
-    special: bool
-
-
 @cache
-def _operator(func: Any, where: str) -> _Operator:
-    full = func.overloadpacket.__name__
-    name = full.removesuffix("_")
-    limits = name in LIMITS and full == name
-    special = limits or name in (*SLICES, *IGNORES, *DIVISIONS) or name.startswith("nan")
-    return _Operator(
-        f"{where} computes {name}", f"in {where}, {name}", name, draws_numbers(func), name == "_local_scalar_dense",
-        name in ACROSS, limits, special,
-    )  # fmt: skip
+def _told(func: Any, where: str) -> tuple[str, str, str, bool]:
+    """Return an operator's name, without the underscore of one in place; two texts of it; and whether it draws."""
+    name = func.overloadpacket.__name__.removesuffix("_")
+    return name, f"{where} computes {name}", f"in {where}, {name}", draws_numbers(func)
 
 
 class _Listener(TorchDispatchMode):
@@ -171,49 +132,36 @@ class _Listener(TorchDispatchMode):
         into = self._into
         if into.listeners[-1] is not self:  # a forward ends with the loss
             return made
-        operator = _operator(func, self._where)
-        into.facts.add(operator.fact)
+        name, computes, here, draws = _told(func, self._where)
+        into.facts.add(computes)
         first = args[0] if args else None
-        if operator.draws or not isinstance(first, Tensor):
+        if draws or not isinstance(first, Tensor):
             return made
-        if (operator.looks or operator.across) and self._where == "the forward":
-            self._note_forward(operator, first)
-        if isinstance(made, Tensor) and made.dtype == torch.bool:
-            into.note_truths(operator.here, made)
-        for mask in args[1:]:
-            for each in mask if isinstance(mask, (list, tuple)) else (mask,):
+        if self._where == "the forward" and not into.may_act_later:
+            rows = first.shape[0] if first.dim() else 0
+            across = name in ACROSS and self._samples > 1 and rows > 0 and rows % self._samples == 0
+            into.may_act_later = across or name == "_local_scalar_dense"
+        for arg in (made, *args[1:]):
+            for each in arg if isinstance(arg, (list, tuple)) else (arg,):
                 if isinstance(each, Tensor) and each.dtype == torch.bool:
-                    into.note_truths(operator.here, each)
-        if operator.special:
-            self._note_special(operator, made, first, args)
-        return made
-
-    def _note_forward(self, operator: _Operator, first: Tensor) -> None:
-        rows = first.shape[0] if first.dim() else 0
-        across = operator.across and self._samples > 1 and rows > 0 and rows % self._samples == 0
-        self._into.may_act_later = self._into.may_act_later or operator.looks or across
-
-    def _note_special(self, operator: _Operator, made: Any, first: Tensor, args: tuple[Any, ...]) -> None:
-        into, name, here = self._into, operator.name, operator.here
-        if operator.limits and isinstance(made, Tensor):
-            into.note_truths(
-                f"the limit {here}", made == first if made.shape == first.shape else made == made
-            )
-        if name in SLICES and isinstance(made, Tensor):
-            into.facts.add(f"{here} takes {'all' if made.shape == first.shape else 'a part'}")
-        if name.startswith("nan") and first.is_floating_point():
-            into.note_truths(f"{here} of NaN", first.isnan())
+                    into.note_truths(here, each)
         if name in IGNORES:
             into.note_truths(f"{here}, which ignores targets,", args[1] == args[4])
-        if name in DIVISIONS and self._where == "the loss" and self._samples:
+        elif name in DIVISIONS and self._where == "the loss" and self._samples:
             self._note_divisor(name, here, first, args)
+        elif name in SLICES and isinstance(made, Tensor):
+            into.facts.add(f"{here} takes {'all' if made.shape == first.shape else 'a part'}")
+        elif name in LIMITS and isinstance(made, Tensor) and made is not first:
+            unchanged = made == first if made.shape == first.shape else made == made
+            into.note_truths(f"the limit {here}", unchanged)
+        if name.startswith("nan") and first.is_floating_point():
+            into.note_truths(f"{here} of NaN", first.isnan())
+        return made
 
     def _note_divisor(self, name: str, here: str, first: Tensor, args: tuple[Any, ...]) -> None:
-        divisor: Any = None
-        if name == "div" and len(args) > 1:
-            divisor = args[1]
-        elif name == "mean" and len(args) == 1:
-            divisor = first.numel()
+        divisor: Any = args[1] if len(args) > 1 else first.numel()
+        if name == "mean" and len(args) > 1:
+            return
         if isinstance(divisor, Tensor):
             divisor = float(divisor) if divisor.numel() == 1 and not divisor.is_complex() else None
         if isinstance(divisor, (int, float)):

@@ -96,13 +96,11 @@ class LayerNumbers:
         flops: FLOPs and bytes of forward and backward.
         output: what it passes on; None if that cannot be sent.
         in_place: whether it writes into its input.
-        random: whether it draws random numbers.
     """
 
     flops: Flops
     output: Boundary | None
     in_place: bool = False
-    random: bool = False
 
 
 class ValueLooked(Exception):

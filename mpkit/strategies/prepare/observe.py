@@ -38,7 +38,7 @@ from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
 from mpkit.trace.record.flops import Attentions, Flops, Meter, leaves_of
 
-__all__ = ["Around", "Backwards", "cut_off", "draws", "kind_of_layer", "observe", "of_wide_outputs", "whole"]
+__all__ = ["Around", "Backwards", "cut_off", "kind_of_layer", "observe", "of_wide_outputs", "whole"]
 
 Loss = Callable[[Any, Any], Any]
 Around = Callable[[], AbstractContextManager[Any]]
@@ -107,7 +107,6 @@ class Operators(Meter):
 
     Attributes:
         seeded: whether numbers were drawn from a seed of the user's.
-        random: whether any were drawn since it was cleared.
     """
 
     ALIKE = ("linear", "mm", "addmm", "bmm", "baddbmm", "native_layer_norm", "native_group_norm")
@@ -115,12 +114,7 @@ class Operators(Meter):
 
     def __init__(self, on_fakes: bool) -> None:
         super().__init__()
-        self.on_fakes, self.seeded, self.random = on_fakes, False, False
-
-    def clear(self) -> None:
-        """Begin anew."""
-        super().clear()
-        self.random = False
+        self.on_fakes, self.seeded = on_fakes, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,17 +128,7 @@ class Operators(Meter):
         elif self.on_fakes and name in self.INDEXED and args[1].dtype != torch.int64:
             raise TypeError(f"{name} of targets {args[1].dtype}")
         self.seeded = self.seeded or (_is_users(torch.initial_seed()) and draws_numbers(func))
-        self.random = self.random or draws(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers; attention does so only with dropout."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    arguments |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    return arguments.get("dropout_p") != 0.0
 
 
 OWN_SEED = 0x6D706B6974
@@ -206,7 +190,7 @@ def _walk(
             calls.append((operators.measured(name), _tensors(value), leaves, kind))
             written = _versions(given) != before
             made = Boundary.from_output(value)
-            numbers.append(LayerNumbers(Flops(), made, written, operators.random))
+            numbers.append(LayerNumbers(Flops(), made, written))
         given, leaves = cut_off(value)
         operators.clear()
         result = _checked_loss(loss, given, targets)

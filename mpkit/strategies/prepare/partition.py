@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.common.exceptions import one_line, report
+from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.data.microbatch import Value
@@ -30,7 +30,7 @@ from mpkit.strategies.prepare.record import CannotCut, EnteredFromOutside, recor
 from mpkit.strategies.replicas.batchnorm import over_whole_batch
 from mpkit.strategies.stage.stage import PRECISIONS, cast
 
-__all__ = ["partition_for_draws", "partition_model"]
+__all__ = ["partition_model"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -94,24 +94,6 @@ def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
             "does not cut the model: Plan.serial(), Plan.ddp(2), Plan.zero(3, 2)."
         )
     return {name: f"it has {hook}" for name, hook in hooks.items()}
-
-
-def partition_for_draws(
-    model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], plan: Plan, loss: Loss
-) -> PartitionedModel | None:
-    """Return an opened model that is not cut, whose blocks draw the random numbers that they would in a pipeline.
-
-    A model that cannot be opened draws as one layer, which is reported; no pipeline could be compared with it.
-    """
-    try:
-        return partition_model(model, shapes, plan, loss)
-    except Exception as error:
-        report(
-            f"{type(model).__name__} draws its random numbers (dropout) as one layer, and not block by block as a "
-            f"pipeline does, since it cannot be opened ({one_line(error)}). Runs on one rank draw the same as each "
-            "other; a pipeline of this model is refused for the same reason."
-        )
-        return None
 
 
 def _walk_through(

@@ -19,7 +19,7 @@ from mpkit.strategies.models.nested_values import REGISTER, flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward, current_walk
-from mpkit.strategies.prepare.observe import Backwards, cut_off, draws
+from mpkit.strategies.prepare.observe import Backwards, cut_off
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.flops import Attentions, Meter
 from mpkit.trace.record.operators import tensors_in
@@ -335,6 +335,15 @@ class OperatorWatch(Meter):
             if storage(leaf) not in given:  # not a view of an earlier tensor
                 recording.keep(leaf, self._node)
         return out
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator draws random numbers; attention does so only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    arguments |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return arguments.get("dropout_p") != 0.0
 
 
 class LossValues(ForwardWalk):

@@ -34,7 +34,7 @@ from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
 from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.observe import observe
-from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
+from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.runtime.local_model import attention_over, localize
 from mpkit.strategies.stage.shard import ShardedModel
 
@@ -102,11 +102,14 @@ def resolve(
         for each in copies
     ]  # fmt: skip
     # ---- stages
-    partitions: list[PartitionedModel | None] = [None] * len(copies)
     sends = all(layer.output is not None for layers in numbers[0].values() for layer in layers[:-2])
-    if not (is_chain(model) and sends):
-        random = any(layer.random for layers in numbers[0].values() for layer in layers)
-        partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name, random=random)
+    partitions: list[PartitionedModel | None] = [None] * len(copies)
+    if plan.stages > 1 and not (is_chain(model) and sends):
+        for i, each in enumerate(copies):
+            partitions[i] = partition_model(
+                each.model, shapes, plan, loss,
+                relays=not by_name, cut=each.cut, attention=each.attention, like=partitions[0],
+            )  # fmt: skip
     if partitions[0] is not None:
         stages = [range(1)] * plan.stages
         placed, held, shared = _layout_of_partition(partitions[0])
@@ -180,38 +183,6 @@ class _LossSends:
 
 
 # ---- stages --------------------------------------------------------------------------------------------------
-
-
-def _partitions(
-    model: nn.Module,
-    copies: list[LocalCopy],
-    shapes: Shapes,
-    plan: Plan,
-    loss: Loss,
-    *,
-    relays: bool,
-    random: bool,
-) -> list[PartitionedModel | None]:
-    """Return, by place along tp, how a model that is no chain is divided; None if it stays one layer."""
-    if plan.stages == 1 and (plan.ranks > 1 or plan.zero or not random):
-        return [None] * len(copies)
-    if plan.stages == 1:
-        return [partition_for_draws(model, shapes, plan, loss)]
-    partitions: list[PartitionedModel | None] = []
-    for local in copies:
-        like = partitions[0] if partitions else None
-        made = partition_model(
-            local.model,
-            shapes,
-            plan,
-            loss,
-            relays=relays,
-            cut=local.cut,
-            attention=local.attention,
-            like=like,
-        )
-        partitions.append(made)
-    return partitions
 
 
 def _layout_of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[SharedWeight, ...]]:
