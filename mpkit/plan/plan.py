@@ -249,15 +249,6 @@ class Plan(metaclass=NamedConstructors):
             return naive(1, self.microbatches)
         return build_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
-    def validate(self, *, max_live: float | Sequence[float]) -> Plan:
-        """Return the plan itself, if no rank holds more activations than `max_live`; see `Schedule.validate`.
-
-        Raises:
-            ValueError: a rank would hold more; the message draws the schedule with an arrow at that forward.
-        """
-        self.build().validate(max_live=max_live)
-        return self
-
     def placement(self, model: Any = None, *, hardware: Any = None) -> Any:
         """Show where the plan puts a model: each rank's layers and node, and which ranks communicate over which link.
 

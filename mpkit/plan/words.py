@@ -28,68 +28,54 @@ def describe(plan: Any) -> str:
     """
     mesh = plan.mesh
     long = [axis for axis in AXES if mesh.degree(axis) > 1]
+    is_replicated, accumulates = plan.dp > 1 or plan.zero, plan.microbatches > 1 and plan.pp == 1
     parts = []
     if len(long) > 1:
         degrees = " x ".join(str(mesh.degree(axis)) for axis in long)
         parts.append(f"{plan.ranks} ranks, {degrees} ({' x '.join(long)}).")
     if plan.pp > 1 or (plan.ranks == 1 and not plan.zero):
         parts.append(_pipeline(plan))
-    if plan.dp > 1 or plan.zero:
-        parts.append(_replicas(plan))
+    if is_replicated:
+        parts.append(_replicas(plan, accumulates))
     if plan.tp > 1:
         between = ", and between layers each has its part of the sequence" if plan.sequence_parallel else ""
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
     if plan.ep > 1:
-        folded = ", neighbours along tp included" if plan.etp == 1 else ""
         parts.append(
-            f"The experts of each layer are divided among {plan.ep} ranks{folded}, to which tokens go by all-to-alls."
+            f"The experts of each layer are divided among {plan.ep} ranks, to which tokens go by all-to-alls."
         )
-        if plan.etp == plan.tp > 1:
-            parts.append("Each expert is shared by the ranks along tp.")
     if plan.cp > 1:
-        parts.append(_sequences(plan))
-    if plan.pp == 1 and not (plan.dp > 1 or plan.zero or plan.ranks == 1) and plan.microbatches > 1:
+        parts.append(f"Each sequence is shared by {plan.cp} ranks ({plan.cp_method}, {plan.cp_order}).")
+    if accumulates and not is_replicated and plan.ranks > 1:
         parts.append(f"Each batch in {plan.microbatches} micro-batches, whose gradients accumulate.")
-    bits = {"full": "", "bf16": "Computes in bf16.", "fp16": "Computes in fp16, with loss scaling."}
+    parts += [f"Computes in {plan.precision}."] if plan.precision != "full" else []
     host = {
-        "none": "",
-        "optimizer": "The optimizer works on the host.",
-        "params": "Optimizer and parameters live on the host.",
+        "optimizer": "The optimizer is on the host.",
+        "params": "Optimizer and parameters are on the host.",
     }
-    return " ".join(filter(None, [*parts, bits[plan.precision], host[plan.offload]]))
-
-
-def _sequences(plan: Any) -> str:
-    order = "" if plan.cp_order == "contiguous" else f", in {plan.cp_order} order"
-    how = (
-        "all-to-alls divide heads in place of tokens for attention"
-        if plan.cp_method == "ulysses"
-        else "keys and values go round them"
-    )
-    return f"Each sequence is shared by {plan.cp} ranks{order}; {how}."
+    return " ".join([*parts, *filter(None, [host.get(plan.offload)])])
 
 
 def _pipeline(plan: Any) -> str:
-    name = plan.schedule.name if isinstance(plan.schedule, Schedule) else plan.schedule
     if plan.pp == 1:
         title, stages = "Serial on 1 rank", "the whole model"
     else:
+        name = plan.schedule.name if isinstance(plan.schedule, Schedule) else plan.schedule
         title, stages = f"{name} on {plan.pp} ranks", f"the model in {plan.stages} stages"
     parts = "whole" if plan.microbatches == 1 else f"in {plan.microbatches} micro-batches"
     blocks = f"activations of one in {every(plan.recompute)} blocks"
     what = {"none": "", "selective": "attentions", "full": "activations"}.get(plan.recompute, blocks)
     again = f", {what} computed again in the backward" if what else ""
-    bubble = plan.bubble_in_theory
+    bubble = plan.bubble_in_theory if plan.pp > 1 else None
     theory = "" if bubble is None else f" Bubble in theory {bubble} = {float(bubble):.3f}."
-    return f"{title}: {stages}, each batch {parts}{again}.{theory if plan.pp > 1 else ''}"
+    return f"{title}: {stages}, each batch {parts}{again}.{theory}"
 
 
-def _replicas(plan: Any) -> str:
+def _replicas(plan: Any, accumulates: bool) -> str:
     name = "DP" if plan.data_parallel == "dp" else f"ZeRO-{plan.zero}" if plan.zero else "DDP"
     share = {1: "the whole", 2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
-    accumulates = plan.microbatches > 1 and plan.pp == 1
     pieces = f", in {plan.microbatches} micro-batches, whose gradients accumulate" if accumulates else ""
     where = f"on {plan.dp} rank{'s' * (plan.dp > 1)}"
     if plan.dp_shard:
-        where += f", sharded within {plan.dp // plan.dp_shard} groups of {plan.dp_shard}"
+        where += f", sharded within {plan.mesh.dp_replicate} groups of {plan.dp_shard}"
     return f"{name} {where}: each {share} of every batch{pieces}."

@@ -171,8 +171,7 @@ def two_waves(p: int, m: int, v: int) -> Schedule:
 def registered(monkeypatch: pytest.MonkeyPatch) -> mk.Plan:
     """A plan of the new schedule, which is in the catalogue while the test runs."""
     entry = ScheduleEntry(
-        two_waves, "two waves", "GPipe twice.", idle=lambda p, m: 6 * (p - 1), advised=(1,),
-        elsewhere={"torchtitan": "TwoWaves"},
+        two_waves, "two waves", "GPipe twice.", idle=6, advised=(1,), torchs="TwoWaves",
     )  # fmt: skip
     monkeypatch.setitem(SCHEDULES, "two_waves", entry)
     return mk.Plan.pipeline("two_waves", 2, 4)

@@ -63,48 +63,36 @@ class ExportRequest:
             call = f"plan.to({format!r}, {name}={value!r})"
             if name not in names:
                 near = get_close_matches(name, names, 1, 0.5)
-                hint = f"; did you mean {near[0]}={value!r}?" if near else ""
-                raise ArgumentError(
-                    f"{call}: there is no such argument{hint} There are {', '.join(names)}, such as "
-                    f"plan.to({format!r}, micro_batch=4)"
-                )
-            if value is None:
-                continue
-            if name not in WORDS and (whole(value) or 0) < 1:
+                hint = f"; did you mean {near[0]}={value!r}?" if near else "."
+                raise ArgumentError(f"{call}: there is no such argument{hint} There are {', '.join(names)}")
+            if name in said and name not in WORDS and (whole(value) or 0) < 1:
                 raise ValueError(f"{call}: a whole number, 1 or more: {name}=4")
-            if name in WORDS and not (isinstance(value, str) and _is_plain(value)):
+            if name in said and name in WORDS and not (isinstance(value, str) and _is_plain(value)):
                 raise ValueError(f"{call}: a name without spaces or quotes: {name}='node0'")
-        said |= _batches(plan, format, said) | _machines(plan, format, said)
-        said.setdefault("master", "node0" if said["nodes"] > 1 else "localhost")
-        return cls(plan, **said)
+        # ---- the batch
+        parts, micro = plan.dp * plan.microbatches, said.get("micro_batch")
+        total = said.get("global_batch", (micro or 1) * parts)
+        if total % parts or (micro is not None and micro * parts != total):
+            fit = micro or max(1, round(total / parts))
+            raise ValueError(
+                f"plan.to({format!r}, global_batch={total}): {plan!r} divides a batch into dp x microbatches = "
+                f"{plan.dp} x {plan.microbatches} parts, so the global batch is {parts} times the micro-batch: "
+                f"global_batch={fit * parts}, which is micro_batch={fit}"
+            )
+        # ---- the machines
+        ranks = plan.ranks
+        fit = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
+        each = said.get("gpus_per_node") or (ranks // said["nodes"] if "nodes" in said else fit)
+        nodes = said.get("nodes") or ranks // each
+        if nodes * each != ranks:
+            asked = ", ".join(f"{name}={said[name]}" for name in ("nodes", "gpus_per_node") if name in said)
+            raise ValueError(
+                f"plan.to({format!r}, {asked}): {plan!r} has {ranks} ranks, one per GPU: nodes={ranks // fit}, "
+                f"gpus_per_node={fit}"
+            )
+        said |= {"micro_batch": total // parts, "global_batch": total, "nodes": nodes, "gpus_per_node": each}
+        return cls(plan, **({"master": "node0" if nodes > 1 else "localhost"} | said))
 
 
 def _is_plain(name: str) -> bool:
     return bool(name) and name.isprintable() and not set(name) & set(" \"'`$\\#;&|<>()")
-
-
-def _batches(plan: Plan, format: str, said: Mapping[str, Any]) -> dict[str, int]:
-    parts, micro = plan.dp * plan.microbatches, said.get("micro_batch")
-    total = said.get("global_batch", (micro or 1) * parts)
-    if total % parts or (micro is not None and micro * parts != total):
-        fit = micro or max(1, round(total / parts))
-        raise ValueError(
-            f"plan.to({format!r}, global_batch={total}): {plan!r} divides a batch into dp x microbatches = {plan.dp} x "
-            f"{plan.microbatches} parts, so the global batch is {parts} times the micro-batch: "
-            f"global_batch={fit * parts}, which is micro_batch={fit}"
-        )
-    return {"micro_batch": total // parts, "global_batch": total}
-
-
-def _machines(plan: Plan, format: str, said: Mapping[str, Any]) -> dict[str, int]:
-    ranks = plan.ranks
-    fit = max(n for n in range(1, PER_NODE + 1) if ranks % n == 0)
-    each = said.get("gpus_per_node") or (ranks // said["nodes"] if "nodes" in said else fit)
-    nodes = said.get("nodes") or ranks // each
-    if nodes * each != ranks:
-        asked = ", ".join(f"{name}={said[name]}" for name in ("nodes", "gpus_per_node") if name in said)
-        raise ValueError(
-            f"plan.to({format!r}, {asked}): {plan!r} has {ranks} ranks, one per GPU: nodes={ranks // fit}, "
-            f"gpus_per_node={fit}"
-        )
-    return {"nodes": nodes, "gpus_per_node": each}

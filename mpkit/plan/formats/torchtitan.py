@@ -11,7 +11,7 @@ from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, number_of
 from mpkit.plan.rules import call_of
-from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
+from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in_torch
 
 __all__ = ["TORCHTITAN"]
 
@@ -20,7 +20,7 @@ P, T, RECOMPUTED = "parallelism", "training", "activation_checkpoint"
 
 
 def _names(asked: ExportRequest) -> Mapping[str, Any]:
-    plan, known = asked.plan, names_in("torchtitan")
+    plan, known = asked.plan, names_in_torch()
     if plan.pp == 1:
         return {"torch_schedule": None}
     # torchtitan gives looped schedules 2 stages per rank
@@ -32,11 +32,11 @@ def _names(asked: ExportRequest) -> Mapping[str, Any]:
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if (torchs := values.get(f"{P}.pipeline_parallel_schedule")) is not None:
-        ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
+        ours = {theirs.lower(): name for name, theirs in names_in_torch().items()}
         if (name := ours.get(str(torchs).lower())) is None:
             raise ValueError(
                 f"torchtitan: pipeline_parallel_schedule = {torchs!r:.80}: one of "
-                f"{', '.join(names_in('torchtitan').values())}"
+                f"{', '.join(names_in_torch().values())}"
             )
         fields |= {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
     replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))

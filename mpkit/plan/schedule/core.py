@@ -141,22 +141,16 @@ class Schedule:
         """
         return [max(live(row), default=0) for row in self.rows]
 
-    def validate(
-        self,
-        *,
-        max_live: float | Sequence[float] | None = None,
-        activation: float | Sequence[float] = 1,
-    ) -> Schedule:
+    def validate(self, *, max_live: float | Sequence[float] | None = None) -> Schedule:
         """Return the schedule itself, if it can run, and within a cap on memory; see `mpkit.plan.schedule.validate`.
 
         Args:
             max_live: the most activations that a rank may hold at once: one number, or one per rank.
-            activation: how much a stage holds per micro-batch, in the same unit: one number, or one per stage.
 
         Raises:
             ValueError: it cannot run; the message says why and draws the schedule, with an arrow at the action.
         """
-        validate(self, max_live=max_live, activation=activation)
+        validate(self, max_live=max_live)
         return self
 
     def spelled(self) -> list[str]:

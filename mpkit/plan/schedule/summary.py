@@ -171,9 +171,9 @@ def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool =
     Fraction(1, 17)
     """
     entry = SCHEDULES[name]
-    if entry.idle is None or not (entry.filled(p, m) or p == 1):
+    if entry.idle is None or (m < entry.filled * p and p > 1):
         return None
-    idle = entry.idle(p, m)
+    idle = entry.idle * (p - 1) * (m if entry.drains else 1)
     # A rank's work, in forwards of a stage.
     busy = (4 if recompute else 3) * m * entry.stages_per_rank(v)
     return Fraction(idle, idle + busy)

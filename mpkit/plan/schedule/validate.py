@@ -18,12 +18,7 @@ Spot = tuple[int, int]
 """A place in a schedule: rank, position in its row."""
 
 
-def validate(
-    schedule: Schedule,
-    *,
-    max_live: float | Sequence[float] | None = None,
-    activation: float | Sequence[float] = 1,
-) -> None:
+def validate(schedule: Schedule, *, max_live: float | Sequence[float] | None = None) -> None:
     """Check a schedule of compute before anything runs.
 
     1. Each row holds actions of its own rank's stages, each of them once.
@@ -34,8 +29,6 @@ def validate(
     Args:
         schedule: a schedule of compute only; `lower` adds the messages.
         max_live: the most activations that a rank may hold at once: one number for all ranks, or one per rank.
-        activation: how much a stage holds per micro-batch, from its F to the end of its B or W: a number, or one per
-            stage, in the unit of max_live.
 
     Raises:
         ValueError: it cannot run; the message draws the schedule with an arrow at the impossible action, and says why.
@@ -53,7 +46,7 @@ def validate(
     _check_complete(schedule)
     _check_finishes(schedule)
     if max_live is not None:
-        _check_memory(schedule, max_live, activation)
+        _check_memory(schedule, max_live)
 
 
 # ---- 1. each row by itself
@@ -154,13 +147,10 @@ def _why(action: Action, need: Action) -> str:
 # ---- 4. memory
 
 
-def _check_memory(
-    schedule: Schedule, max_live: float | Sequence[float], activation: float | Sequence[float]
-) -> None:
+def _check_memory(schedule: Schedule, max_live: float | Sequence[float]) -> None:
     caps = each("max_live", max_live, schedule.ranks, "rank")
-    sizes = each("activation", activation, schedule.stages, "stage")
     for rank, row in enumerate(schedule.rows):
-        for position, held in enumerate(live(row, sizes)):
+        for position, held in enumerate(live(row)):
             if held > caps[rank]:
                 cap = "is" if isinstance(max_live, int | float) else f"of rank {rank} is"
                 _fail(schedule, f"at {row[position]} rank {rank} would hold {held:g} activations, and max_live {cap} "

@@ -101,7 +101,7 @@ TORCHTITAN = Offers(
     tuple(
         (name, min(s.advised))
         for name, s in SCHEDULES.items()
-        if s.advised and "torchtitan" in s.elsewhere and not s.pairs  # which it runs one after the other
+        if s.advised and s.torchs and not s.pairs  # which it runs one after the other
     ),
     (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1],
     cp_orders=(CONTIGUOUS, ZIGZAG), inner_experts=True,
