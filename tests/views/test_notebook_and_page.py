@@ -101,19 +101,19 @@ def test_the_live_figures_are_the_final_ones(plan: mk.Plan) -> None:
 LABELS = [f"GPU {rank}" for rank in range(4)]
 
 
-def board_of(title: str, labels: list[str], steps: int, on_stop: Any, **known: Any) -> Dashboard:
-    board = Dashboard(title, labels, steps)
-    board.begin(labels, on_stop, **known)
+def board_of(title: str, timeline: mk.Timeline, on_stop: Any, theory: float | None = None) -> Dashboard:
+    board = Dashboard(title, 4, steps=3)
+    board.begin(replace(timeline, spans=timeline.spans[:0]), on_stop, theory)
     return board
 
 
 def test_lanes_are_there_before_the_run_is_and_nothing_below_them_moves(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", [f"rank {rank}" for rank in range(4)], steps=9)
+    board = Dashboard("GPipe", 4, steps=9)
     assert len(board.timeline.labels) == 4 and "starting 4 processes" in board._head.value
     assert board._stop.disabled and board.timeline.tracks_head["tracks"]
     empty = board._charts.value
     assert "<img" in empty, "the losses have their place"
-    board.begin(LABELS, lambda: None, theory=3 / 11)
+    board.begin(replace(gpipe, spans=gpipe.spans[:0]), lambda: None, theory=3 / 11)
     assert board.timeline.labels == LABELS and not board._stop.disabled and "27.3 %" in board.timeline.note
     board.add_spans(gpipe.spans, gpipe.names)
     board.set_charts([3.0, 2.0, 1.0], 0, Metrics())
@@ -121,7 +121,7 @@ def test_lanes_are_there_before_the_run_is_and_nothing_below_them_moves(gpipe: m
 
 
 def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
-    board = board_of("GPipe", LABELS, steps=3, on_stop=lambda: None, theory=3 / 11)
+    board = board_of("GPipe", gpipe, lambda: None, theory=3 / 11)
     assert "in theory" in board.timeline.note and "27.3 %" in board.timeline.note
     assert "running" in board.mimebundle()["text/plain"]
     board.add_spans(gpipe.spans[:100], gpipe.names)
@@ -143,7 +143,7 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
 
 
 def test_the_head_has_the_proof_in_words(gpipe: mk.Timeline) -> None:
-    board = board_of("GPipe", LABELS, steps=3, on_stop=None)
+    board = board_of("GPipe", gpipe, None)
     board.set_proof(Proof())
     assert "serial" not in board._head.value and "verified" not in board._head.value
     board.add_spans(gpipe.spans[:100], gpipe.names)
@@ -159,7 +159,7 @@ def test_the_head_has_the_proof_in_words(gpipe: mk.Timeline) -> None:
 
 def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None:
     hostile = "<script>alert(1)</script>"
-    board = board_of(hostile, LABELS, steps=3, on_stop=lambda: None)
+    board = board_of(hostile, gpipe, lambda: None)
     board.add_output(hostile)
     board.finish(replace(gpipe, spans=gpipe.spans[:0]), f"rank 2 raised {hostile}", status="failed")
     for page in (
@@ -171,9 +171,6 @@ def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None
         assert "<script" not in page and "&lt;script&gt;" in page
     assert "failed" in board.mimebundle()["text/plain"]
     assert board._stop.layout.visibility == "hidden"
-
-
-# ---------------------------------------------------------------- memory
 
 
 # ---- The schedule explorer: what its sliders, dropdowns, text and buttons do.

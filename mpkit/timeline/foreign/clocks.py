@@ -67,9 +67,9 @@ def _ends(comms: Sequence[Comm], origin: int) -> Ends:
     counted: Counter[tuple[tuple[int, ...], int]] = Counter()
     ends: Ends = {}
     for comm in comms:
-        if comm.kind not in (Kind.SEND, Kind.RECV) and len(comm.call.members) > 1:
-            key = comm.call.members, int(comm.kind)
-            number = comm.call.sequence if comm.call.sequence >= 0 else counted[key]
+        if comm.kind not in (Kind.SEND, Kind.RECV) and len(comm.members) > 1:
+            key = comm.members, int(comm.kind)
+            number = comm.sequence if comm.sequence >= 0 else counted[key]
             ends[key, number] = comm.end + origin
             counted[key] += 1
     return ends

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import numpy as np
 from mpkit.timeline.foreign.kineto import TABLE, Events
 from mpkit.trace import Kind
 
-__all__ = ["CollectiveCall", "Comm", "call_of", "communications", "kind_of"]
+__all__ = ["Comm", "communications", "described", "kind_of"]
 
 BACKENDS = ("gloo:", "nccl:", "rccl:", "ucc:", "xccl:", "mpi:")
 MESSAGES = (Kind.SEND, Kind.RECV)
@@ -33,11 +32,14 @@ _ONE_BYTE = re.compile(r"byte|char|bool|u?int8|signed char|unsigned char|(c10::)
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
-class CollectiveCall(NamedTuple):
-    """One communication as one rank sees it.
+class Comm(NamedTuple):
+    """One communication of one rank.
 
     Attributes:
-        kind: what it does; None for what is no communication, such as a wait.
+        kind: what it does.
+        start, end: ns, when it was under way.
+        asked: ns, when the program issued it.
+        name: what the file calls it.
         nbytes: its payload; 0 if unknown.
         members: the ranks of its group, ascending; empty if unknown.
         peer: the other end of a message or the root, as a rank of the group; -1: none or unknown.
@@ -47,7 +49,11 @@ class CollectiveCall(NamedTuple):
         parts: of an all-to-all of uneven parts, the bytes for each of the members; empty if they are equal or unknown.
     """
 
-    kind: Kind | None
+    kind: Kind
+    start: int
+    end: int
+    asked: int
+    name: str
     nbytes: int = 0
     members: tuple[int, ...] = ()
     peer: int = -1
@@ -56,30 +62,6 @@ class CollectiveCall(NamedTuple):
     sequence: int = -1
     axis: str = ""
     parts: tuple[int, ...] = ()
-
-
-@dataclass
-class Comm:
-    """One communication of one rank.
-
-    Attributes:
-        call: what it is; its kind is known.
-        start, end: ns, when it was under way.
-        asked: ns, when the program issued it.
-        name: what the file calls it.
-    """
-
-    call: CollectiveCall
-    start: int
-    end: int
-    asked: int
-    name: str
-
-    @property
-    def kind(self) -> Kind:
-        """What it does."""
-        assert self.call.kind is not None
-        return self.call.kind
 
 
 def communications(events: Events) -> list[Comm]:
@@ -103,35 +85,42 @@ def kind_of(name: str) -> Kind | None:
     return next((kind for known, kind in _KINDS.items() if known in word), None)
 
 
-def call_of(
-    args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]
-) -> CollectiveCall:
-    """Return the communication that metadata describes.
+def described(
+    kind: Kind, args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what metadata says of a communication, as fields of `Comm`.
 
     Args:
+        kind: what it does.
         args: the arguments of a kernel, as `EventTable.args` has them.
         groups: the ranks of each process group of `distributedInfo`, by name.
         axes: the mesh axes of these groups, by name.
 
-    >>> call_of({"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 4, "Out msg nelems": 4,
-    ...          "Process Group Ranks": "[0, 1]"}, {}, {})[:3]
-    (<Kind.ALL_REDUCE: 34>, 16, (0, 1))
+    >>> args = {"dtype": "Float", "In msg nelems": 4, "Process Group Ranks": "[0, 1]"}
+    >>> said = described(Kind.ALL_REDUCE, args, {}, {})
+    >>> said["nbytes"], said["members"]
+    (16, (0, 1))
     """
     sent = max(args.get("In msg nelems", 0), 0)
     elements = max(sent, args.get("Out msg nelems", 0))
-    dtype, group = args.get("dtype", ""), args.get("Process Group Name", "")
-    members, kind = _members_of(args, groups), kind_of(args.get("Collective name", ""))
+    dtype, members = args.get("dtype", ""), _members_of(args, groups)
     splits = _listed(args.get("In split size", "")) if kind == Kind.ALL_TO_ALL else ()
     if len(splits) == len(members) and sum(splits) > 0:
         elements = sent  # the payload is what this rank sends
     else:
         splits = ()
-    parts = tuple(elements * _size(dtype) * rows // sum(splits) for rows in splits)
-    peer = args.get("Dst Rank" if kind == Kind.SEND else "Src Rank", -1) if kind in MESSAGES else -1
     said = args.get("Process Group Description", "")
-    axis = said.removeprefix("mesh_") if said.startswith("mesh_") else axes.get(group, "")
-    nbytes, sequence = elements * _size(dtype), args.get("Seq", -1)
-    return CollectiveCall(kind, nbytes, members, peer, dtype.lower(), elements, sequence, axis, parts)
+    axis = axes.get(args.get("Process Group Name", ""), "")
+    return {
+        "nbytes": elements * _size(dtype),
+        "members": members,
+        "peer": args.get("Dst Rank" if kind == Kind.SEND else "Src Rank", -1) if kind in MESSAGES else -1,
+        "dtype": dtype.lower(),
+        "elements": elements,
+        "sequence": args.get("Seq", -1),
+        "axis": said.removeprefix("mesh_") if said.startswith("mesh_") else axis,
+        "parts": tuple(elements * _size(dtype) * rows // sum(splits) for rows in splits),
+    }
 
 
 def _listed(text: str) -> tuple[int, ...]:
@@ -181,20 +170,20 @@ def _of_kernels(events: Events) -> Iterator[Comm]:
     kernel, about, asked = events["kernel"], events.about, events.asked("kernel")
     for row in np.flatnonzero(events.communicates).tolist():
         name, metadata = events.names[kernel.name[row]], kernel.args.get(row, {})
-        call, collective = call_of(metadata, about.groups, about.axes), metadata.get("Collective name", "")
-        if call.kind is None and collective:
-            continue  # a wait, or something else that moves nothing
-        if call.kind is None:
-            call = call._replace(kind=kind_of(name), members=call.members or about.world)
-        if call.kind is None:
-            events.assumed["communication of unknown kind, left out"] += 1
+        collective = metadata.get("Collective name", "")
+        kind = kind_of(collective or name)
+        if kind is None:
+            if not collective:  # else it is a wait, or something else that moves nothing
+                events.assumed["communication of unknown kind, left out"] += 1
             continue
+        said = described(kind, metadata, about.groups, about.axes)
+        if not collective:
+            said["members"] = said["members"] or about.world
         if not metadata and len(about.world) > 2:
             events.assumed["communication that names no group, taken for one among all ranks"] += 1
-        if len(call.members) != 1 or metadata:
-            yield Comm(
-                call, int(kernel.start[row]), int(kernel.end[row]), int(asked[row]), collective or name
-            )
+        if len(said["members"]) != 1 or metadata:
+            times = int(kernel.start[row]), int(kernel.end[row]), int(asked[row])
+            yield Comm(kind, *times, collective or name, **said)
 
 
 # ---- operators and annotations
@@ -248,6 +237,6 @@ def _of_operator(events: Events, row: int, run: int) -> Comm:
             peer = next((int(text) for text in args.get("inputs", ()) if _WHOLE.fullmatch(text)), -1)
         if run >= 0:
             start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))
+    assert kind is not None
     nbytes, elements, dtype = payload
-    call = CollectiveCall(kind, nbytes, events.about.world, peer, dtype, elements)
-    return Comm(call, start, max(start, end), asked, name)
+    return Comm(kind, start, max(start, end), asked, name, nbytes, events.about.world, peer, dtype, elements)

@@ -90,7 +90,7 @@ class Events:
         names: the strings that tables refer to.
         streams: each thread's (process, thread), or (device, stream).
         tables: by what it is: "op", "annotation", "call", "kernel", "copy", "set".
-        memory: (m, 5) of int64: ns, bytes (negative: freed), device type, total allocated, total reserved.
+        memory: (m, 4) of int64: ns, bytes (negative: freed), device type, total allocated.
         about: what the file says of its rank.
         host: the name of its machine; "" if unknown.
         origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
@@ -192,8 +192,7 @@ class Events:
                 self.assumed["[memory] without its time or bytes, left out"] += 1
                 return
             counts = _number(args, "Bytes", 0, MOST), _number(args, "Device Type", 0, 255)
-            totals = _number(args, "Total Allocated", -1, MOST), _number(args, "Total Reserved", -1, MOST)
-            self._memory.extend((_ns(event, "ts"), *counts, *totals))
+            self._memory.extend((_ns(event, "ts"), *counts, _number(args, "Total Allocated", -1, MOST)))
 
     def _add(self, word: str, name: str, event: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         if event.get("dur") is None:
@@ -231,7 +230,7 @@ class Events:
             raise ValueError(f"its events are from {first:,} to {last:,} ns, which no run takes")
         self.names, self.streams = list(self._numbers), list(self._threads)
         self.tables = {word: EventTable(rows, self._args[word], first) for word, rows in self._rows.items()}
-        self.memory = np.array(self._memory, np.int64).reshape(-1, 5)
+        self.memory = np.array(self._memory, np.int64).reshape(-1, 4)
         self.memory[:, 0] -= first
         self.origin = first + _number(header, "baseTimeNanoseconds", 0, 2**62)
         del self._rows, self._memory
@@ -344,7 +343,6 @@ class RankIdentity:
     Attributes:
         rank: its number in the world; None if unknown. It is no device number.
         world_size: the number of ranks of the run; None if unknown.
-        backend: "nccl", "gloo", ...; "" if unknown.
         groups: the ranks of each process group, by its name; those listed in full only.
         axes: the mesh axis of each process group that a DeviceMesh made, by the group's name.
         device: the name of its GPU; "" without one.
@@ -353,7 +351,6 @@ class RankIdentity:
 
     rank: int | None
     world_size: int | None
-    backend: str = ""
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
     device: str = ""
@@ -393,7 +390,7 @@ def read_header(header: Mapping[str, Any], path: Path, device: str = "0") -> Ran
     names = {text_of(each.get("id")): text_of(each.get("name")) for each in devices}
     # Ranks that see one GPU may list it by another id.
     gpu = names.get(device, next(iter(names.values())) if len(names) == 1 else "")
-    return RankIdentity(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
+    return RankIdentity(rank, world, groups, axes, gpu, path.name)
 
 
 def _parsed(value: Any, kind: type[Any]) -> Any:

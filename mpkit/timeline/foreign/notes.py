@@ -56,7 +56,7 @@ def notes_on(
             "The clocks of these ranks are used as they are: their files do not have the same collectives, by whose "
             "ends they could be aligned."
         )
-    sizes = [comm.call.nbytes for mine in comms for comm in mine if comm.kind != Kind.BARRIER]
+    sizes = [comm.nbytes for mine in comms for comm in mine if comm.kind != Kind.BARRIER]
     if unsaid := sizes.count(0):
         yield (
             f"The payloads of {unsaid:,} of {len(sizes):,} communications are unknown: they count as no bytes, and on "

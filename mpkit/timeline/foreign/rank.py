@@ -91,7 +91,7 @@ def rank_trace(
 
 def group_of(comm: Comm, index: Mapping[int, int], mine: int) -> str:
     """Return the name of a communication's group: the numbers of its ranks that there are files of."""
-    here = sorted(index[rank] for rank in comm.call.members if rank in index)
+    here = sorted(index[rank] for rank in comm.members if rank in index)
     return ",".join(map(str, here if mine in here else [mine]))
 
 
@@ -102,21 +102,22 @@ def _collectives(
     groups: dict[int, tuple[str, int, int]] = {}  # with the number in the group, and the peer
     counted: Counter[str] = Counter()
     for at in sorted(range(len(comms)), key=lambda i: comms[i].asked):
-        call, kind, group, peer = comms[at].call, comms[at].kind, group_of(comms[at], index, mine), -1
-        if 0 <= call.peer < len(call.members):
-            peer = index.get(call.members[call.peer], -1)
+        comm = comms[at]
+        kind, group, peer = comm.kind, group_of(comm, index, mine), -1
+        if 0 <= comm.peer < len(comm.members):
+            peer = index.get(comm.members[comm.peer], -1)
         if kind in MESSAGES and peer >= 0:
             group = f"{mine}>{peer}#0" if kind == Kind.SEND else f"{peer}>{mine}#0"
         groups[at] = group, counted[group], peer
         counted[group] += 1
     for at, (comm, where) in enumerate(zip(comms, place, strict=True)):
-        call, parts = comm.call, ()
-        if all(rank in index for rank in call.members):  # the bytes for each, by its number in the Trace
-            numbered = sorted(zip((index[rank] for rank in call.members), call.parts, strict=False))
-            parts = tuple(nbytes for _, nbytes in numbered)  # type: ignore[assignment]
-        name = f"{call.dtype}[{call.elements}]" if call.elements else comm.name
+        parts: tuple[int, ...] = ()
+        if all(rank in index for rank in comm.members):  # the bytes for each, by its number in the Trace
+            numbered = sorted(zip((index[rank] for rank in comm.members), comm.parts, strict=False))
+            parts = tuple(nbytes for _, nbytes in numbered)
+        name = f"{comm.dtype}[{comm.elements}]" if comm.elements else comm.name
         numbers = int(where["step"]), int(where["stage"]), int(where["microbatch"])
-        yield OpRow(comm.start, comm.end, comm.kind, 0, *numbers, name, *groups[at], call.nbytes, parts=parts)
+        yield OpRow(comm.start, comm.end, comm.kind, 0, *numbers, name, *groups[at], comm.nbytes, parts=parts)
 
 
 def _actions(events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]) -> Iterator[OpRow]:

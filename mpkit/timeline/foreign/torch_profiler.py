@@ -4,7 +4,7 @@ read        each file's events, and what it says of its rank
 ranks       their order and numbers; ranks without a file stay absent
 clocks      hosts' clocks put on one
 records     each rank's ops
-facts       in `meta["imported"]`: files, ranks, repairs, how busy GPUs are; and sentences for the reader
+facts       in `meta["imported"]`: files, ranks, clocks, what bounds kernels; and sentences for the reader
 """
 
 from __future__ import annotations
@@ -62,13 +62,10 @@ def import_traces(paths: Sequence[Path]) -> Trace:
         "files": [about.source for about in abouts],
         "ranks": [numbers[at] if about.rank is not None else None for at, about in enumerate(abouts)],
         "world_size": max((about.world_size or 0 for about in abouts), default=0) or None,
-        "backend": abouts[0].backend,
         "gpu": device,
-        "repairs": [events.repairs for events in parts],
         "clocks": [clock._asdict() for clock in clocks],
         "groups": [_groups(mine, index, at) for at, mine in enumerate(comms)],
         "said": [said_by(events) for events in parts],
-        "reserved": [int(events.memory[:, 4].max(initial=-1)) for events in parts],
         "bounds": [bounds for _, bounds in written],
     }
     imported["notes"] = list(notes_on(parts, imported, clocks, comms))
@@ -76,10 +73,10 @@ def import_traces(paths: Sequence[Path]) -> Trace:
         "world_size": len(parts),
         "device": "cuda" if on_device else "cpu",
         "axes": {
-            group: comm.call.axis
+            group: comm.axis
             for at, mine in enumerate(comms)
             for comm in mine
-            if comm.call.axis and "," in (group := group_of(comm, index, at))
+            if comm.axis and "," in (group := group_of(comm, index, at))
         },
         "imported": imported,
         "hardware": machine_of(device or "a GPU") if on_device else "cpu",
@@ -131,6 +128,6 @@ def _groups(comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> dict[
     counted: dict[str, Counter[tuple[int, str]]] = {}
     for comm in comms:
         key = f"{comm.kind.word} {group_of(comm, index, mine)}"
-        whole = max(len(comm.call.members), 1), comm.call.axis
-        counted.setdefault(key, Counter())[whole] += comm.call.nbytes + 1
+        whole = max(len(comm.members), 1), comm.axis
+        counted.setdefault(key, Counter())[whole] += comm.nbytes + 1
     return {key: list(groups.most_common(1)[0][0]) for key, groups in counted.items()}

@@ -24,9 +24,8 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
-from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
+from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.drawing.pace import Pace
-from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import has_tracks
 from mpkit.views.timeline.widget import TimelineView
@@ -55,11 +54,11 @@ class Dashboard:
 
     Args:
         title: what the run is called.
-        labels: the labels of the timeline's lanes, one per rank.
+        ranks: the number of ranks.
         steps: the total number of steps; None if it is unknown.
     """
 
-    def __init__(self, title: str, labels: Sequence[str], steps: int | None) -> None:
+    def __init__(self, title: str, ranks: int, steps: int | None) -> None:
         self.title, self.steps = title, steps
         self._lock = threading.RLock()
         self._on_stop: Callable[[], object] | None = None
@@ -71,7 +70,7 @@ class Dashboard:
         self._step = 0
         self._started = False
         self._proof: Proof | None = None
-        self._head = ipywidgets.HTML(parts.head(title, parts.starting_html(len(labels))))
+        self._head = ipywidgets.HTML(parts.head(title, parts.starting_html(ranks)))
         self._bar = ipywidgets.IntProgress(value=0, max=max(steps or 1, 1), layout={"width": "220px"})
         if steps is None:
             self._bar.layout.display = "none"
@@ -80,7 +79,7 @@ class Dashboard:
             description="Stop", icon="stop", layout={"width": "110px"}, tooltip=parts.STOP_HINT, disabled=True
         )
         self._stop.on_click(self._on_press)
-        self.timeline = TimelineView(labels=labels)
+        self.timeline = TimelineView(labels=[f"rank {rank}" for rank in range(ranks)])
         self.timeline.live = True
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
         # Its place is kept from the start, so that nothing below it moves when the first losses come.
@@ -95,33 +94,23 @@ class Dashboard:
         self.widget.add_class("mpkit-run")
 
     def begin(
-        self,
-        labels: Sequence[str],
-        on_stop: Callable[[], object] | None,
-        *,
-        theory: float | None = None,
-        groups: Sequence[LaneGroup] = (),
-        layers: Sequence[dict[str, Any]] = (),
-        gpus: bool = False,
+        self, so_far: Timeline, on_stop: Callable[[], object] | None, theory: float | None = None
     ) -> None:
         """Say what is known of a run as soon as it is launched.
 
         Args:
-            labels: the labels of the timeline's lanes, one per rank.
+            so_far: its timeline, which may have no spans yet.
             on_stop: called, in a thread of its own, when the stop button is pressed; None: there is no button.
             theory: the bubble according to the formula, to show next to the measured one.
-            groups: the groups of the ranks.
-            layers: the layers of each stage, as `layers_trait` returns them.
-            gpus: whether the ranks' GPUs are sampled.
         """
         self._on_stop, self._theory = on_stop, theory
         self._stop.disabled = False
         if on_stop is None:
             self._stop.layout.display = "none"
         with self.timeline.hold_sync():
-            self.timeline.begin(labels, groups, layers)
+            self.timeline.begin(so_far)
             self.timeline.note = self._note()
-            self.timeline.expect_tracks(gpus=gpus)
+            self.timeline.expect_tracks(gpus="sampled_gpus" in so_far.meta)
 
     # ---- filling ------------------------------------------------------------------------------------------
 
@@ -253,12 +242,8 @@ class RunView:
         self._feed, self._cell = run.feed(), _cell()
         self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.4, first=0.3)
         so_far = self._feed.timeline()
-        labels = [rank_label(so_far, rank) for rank in range(so_far.world_size)]
-        self.dashboard = board or Dashboard(run.title, labels, run.steps)
-        self.dashboard.begin(
-            labels, None if run.blocks else run.stop, theory=run.theory, groups=groups_of(so_far),
-            layers=layers_trait(so_far), gpus="sampled_gpus" in so_far.meta,
-        )  # fmt: skip
+        self.dashboard = board or Dashboard(run.title, so_far.world_size, run.steps)
+        self.dashboard.begin(so_far, None if run.blocks else run.stop, run.theory)
 
     def was_before(self, other: RunView) -> bool:
         """Return whether its cell was run in an earlier execution than that of another view."""
@@ -312,7 +297,7 @@ def _cell_id() -> str:
 def show_waiting(cluster: Cluster, plan: Plan, steps: int) -> Dashboard:
     """Display the empty lanes of a run that is being prepared, and return the dashboard for `show_run`."""
     title = plan.describe().split(". ")[0].rstrip(".")
-    board = Dashboard(title, [f"rank {rank}" for rank in range(cluster.ranks)], steps)
+    board = Dashboard(title, cluster.ranks, steps)
     board.show()
     return board
 

@@ -19,36 +19,31 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.table import table_text
-from mpkit.common.units import bytes_text, memory_text
+from mpkit.common.units import memory_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS, DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label
 from mpkit.views.memory.series import device_memory, fewer, memory_of, peak_words
 
-__all__ = ["TRACKS", "curve", "device_lines", "expected_tracks", "has_tracks", "pack_tracks"]
+__all__ = ["TRACKS", "device_lines", "expected_tracks", "has_tracks", "pack_tracks"]
 
 Head = dict[str, Any]
 
 
 class DeviceTrack(NamedTuple):
-    """One track: columns of `DEVICE_SAMPLE` that are drawn on top of each other, with a word for each.
+    """A track of a column of `DEVICE_SAMPLE`: its heading, unit and word, and what each lane reaches to at least."""
 
-    Attributes:
-        name, unit: its heading, and the unit of its values.
-        columns: the word of each column, in the order in which they are stacked.
-        most: what each lane reaches to at least; 0: to the highest value.
-    """
-
+    column: str
     name: str
     unit: str
-    columns: dict[str, str]
+    word: str
     most: float = 0.0
 
 
 TRACKS = (
-    DeviceTrack("GPU utilisation", "%", {"utilisation": "a kernel runs"}, 100.0),
-    DeviceTrack("GPU memory in use", "B", {"memory": "in use"}),
+    DeviceTrack("utilisation", "GPU utilisation", "%", "a kernel runs", 100.0),
+    DeviceTrack("memory", "GPU memory in use", "B", "in use"),
 )
 """All tracks."""
 
@@ -57,12 +52,11 @@ def _device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any]
     """Return each track that any GPU tells something of: its head and its values, as `tracks.pack_tracks` has them."""
     packed = []
     for track in TRACKS:
-        curves = [curve(timeline, rank, track, points) for rank in range(timeline.world_size)]
-        if not any(len(times) for times, _ in curves):
-            continue
-        head = _device_head(track)
-        head["ranks"] = [[rank, len(times)] for rank, (times, _) in enumerate(curves) if len(times)]
-        packed.append((head, b"".join(times.tobytes() + levels.tobytes() for times, levels in curves)))
+        curves = [_curve(timeline, rank, track, points) for rank in range(timeline.world_size)]
+        if any(len(times) for times, _ in curves):
+            ranks = [[rank, len(times)] for rank, (times, _) in enumerate(curves) if len(times)]
+            values = b"".join(times.tobytes() + levels.tobytes() for times, levels in curves)
+            packed.append((_device_head(track) | {"ranks": ranks}, values))
     return packed
 
 
@@ -77,67 +71,51 @@ def _memory_head(unit: str) -> Head:
 
 
 def _device_head(track: DeviceTrack) -> Head:
-    inks = {word: DEVICE_INKS[column] for column, word in track.columns.items()}
-    return _head(track.name, track.unit, inks, track.most)
+    return _head(track.name, track.unit, {track.word: DEVICE_INKS[track.column]}, track.most)
 
 
-def curve(
+def _told(timeline: Timeline, rank: int, track: DeviceTrack) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return when a rank's GPU told of a track, and what."""
+    samples = timeline.device_samples
+    samples = samples[samples["rank"] == rank]
+    samples = samples[~np.isnan(samples[track.column])]
+    return samples["time"], samples[track.column]
+
+
+def _curve(
     timeline: Timeline, rank: int, track: DeviceTrack, points: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return one rank's track as steps: times (n,) and, from each on, levels (n, columns); none if nothing is known."""
-    samples = _samples_of(timeline, rank)
-    levels = np.stack([samples[column] for column in track.columns], axis=1)
-    known = ~np.isnan(levels).any(axis=1)
-    times, levels = samples["time"][known], levels[known]
+    """Return one rank's track as steps: times (n,), and the level from each on; none if nothing is known."""
+    times, levels = _told(timeline, rank, track)
     if not len(times):
-        return np.zeros(0), np.zeros((0, len(track.columns)))
+        return times, levels
     # The first sample speaks for as long as the median one does.
     length = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     times = np.concatenate([[max(times[0] - length, 0.0)], times])
     levels = np.concatenate([levels, levels[-1:]])
-    keep = fewer(times, levels.sum(axis=1), points)
+    keep = fewer(times, levels, points)
     return times[keep], levels[keep]
 
 
 def device_lines(timeline: Timeline) -> list[str]:
     """Return a table, a line per rank: mean and highest of what its GPU did; nothing without samples."""
-    ranks = np.unique(timeline.device_samples["rank"]).tolist()
-    if not ranks:
-        return []
-    tracks = [
-        track for track in TRACKS if any(not np.isnan(_total(timeline, rank, track)).all() for rank in ranks)
-    ]
-    where = " in all steps" * (len(timeline.steps) > 1)
-    names = [track.name.removeprefix("GPU ") for track in tracks]
-    rows = [[f"GPU{where}: mean (highest)", *names, "samples"]]
-    for rank in ranks:
-        cells = [_mean_and_most(_total(timeline, rank, track), track.unit) for track in tracks]
-        rows.append([rank_label(timeline, rank), *cells, str(len(_samples_of(timeline, rank)))])
-    return table_text(rows)
-
-
-def _samples_of(timeline: Timeline, rank: int) -> npt.NDArray[Any]:
     samples = timeline.device_samples
-    mine: npt.NDArray[Any] = samples[samples["rank"] == rank]
-    return mine
-
-
-def _total(timeline: Timeline, rank: int, track: DeviceTrack) -> npt.NDArray[Any]:
-    """Return the sum of the track's columns in each sample of a rank's GPU."""
-    samples = _samples_of(timeline, rank)
-    return np.sum([samples[column] for column in track.columns], axis=0)  # type: ignore[no-any-return]
+    tracks = [track for track in TRACKS if not np.isnan(samples[track.column]).all()] if len(samples) else []
+    where = " in all steps" * (len(timeline.steps) > 1)
+    rows = [
+        [f"GPU{where}: mean (highest)", *(track.name.removeprefix("GPU ") for track in tracks), "samples"]
+    ]
+    for rank in np.unique(samples["rank"]).tolist():
+        cells = [_mean_and_most(_told(timeline, rank, track)[1], track.unit) for track in tracks]
+        rows.append([rank_label(timeline, rank), *cells, str(int((samples["rank"] == rank).sum()))])
+    return table_text(rows) if len(samples) else []
 
 
 def _mean_and_most(values: npt.NDArray[Any], unit: str) -> str:
-    values = values[~np.isnan(values)]
     if not len(values):
         return "not told"
     mean, most = float(values.mean()), float(values.max())
-    if unit == "%":
-        return f"{mean:.0f} % ({most:.0f} %)"
-    if unit == "B":
-        return f"{memory_text(mean)} ({memory_text(most)})"
-    return f"{bytes_text(mean)}/s ({bytes_text(most)}/s)"
+    return f"{mean:.0f} % ({most:.0f} %)" if unit == "%" else f"{memory_text(mean)} ({memory_text(most)})"
 
 
 MOMENTS = 24_000

@@ -22,7 +22,7 @@ from mpkit.timeline import metrics
 from mpkit.timeline.replay import HELD, SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm
-from mpkit.views.drawing.lanes import CLOCKS, LaneGroup, clock_words, groups_of, groups_trait, rank_label
+from mpkit.views.drawing.lanes import CLOCKS, clock_words, groups_of, groups_trait, rank_label
 from mpkit.views.drawing.pace import Pace
 from mpkit.views.timeline.critical_path import has_path, pack_path, path_of
 from mpkit.views.timeline.stages import layers_trait
@@ -58,10 +58,7 @@ class TimelineView(anywidget.AnyWidget):
         timeline: what to show; None for one that is filled by `append`.
         labels: the labels of the lanes, one per rank, if no timeline is given.
         title: a heading.
-        clock: "measured", "virtual" or "simulated", if no timeline is given.
         room: see below.
-        groups: the groups of the ranks, if no timeline is given.
-        layers: the layers of each stage (`layers_trait`), if no timeline is given.
         widest: see below.
         memory: whether to draw what each rank held, below the lanes.
 
@@ -118,17 +115,12 @@ class TimelineView(anywidget.AnyWidget):
         *,
         labels: Sequence[str] = (),
         title: str = "",
-        clock: str = "virtual",
         room: float = 0.0,
-        groups: Sequence[LaneGroup] = (),
-        layers: Sequence[dict[str, Any]] = (),
         widest: str = "",
         memory: bool = False,
     ) -> None:
-        super().__init__(
-            look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room, widest=widest,
-            groups=groups_trait(groups, len(labels)), layers=list(layers),
-        )  # fmt: skip
+        clock = CLOCKS["virtual"]
+        super().__init__(look=look(), title=title, labels=list(labels), clock=clock, room=room, widest=widest)
         self._lock = threading.RLock()
         self._timeline: Timeline | None = None
         self._memory = memory
@@ -144,11 +136,11 @@ class TimelineView(anywidget.AnyWidget):
             if memory or len(timeline.device_samples):
                 self.set_tracks(timeline)
 
-    def begin(
-        self, labels: Sequence[str], groups: Sequence[LaneGroup], layers: Sequence[dict[str, Any]]
-    ) -> None:
-        """Name the lanes of a view that was displayed before anything was known of them."""
-        self.labels, self.groups, self.layers = list(labels), groups_trait(groups, len(labels)), list(layers)
+    def begin(self, timeline: Timeline) -> None:
+        """Name the lanes of a timeline, of which a run that goes on may have no spans yet."""
+        self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
+        self.groups = groups_trait(groups_of(timeline), timeline.world_size)
+        self.layers = layers_trait(timeline)
 
     # ---- feeding --------------------------------------------------------------------------------------------
 
@@ -202,9 +194,7 @@ class TimelineView(anywidget.AnyWidget):
             self._forget(timeline)
             works, steps = len(metrics.work(timeline.spans)) > 0, timeline.steps
             self.spans_head, self.spans = pack_spans(timeline.spans, timeline.names)
-            self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
-            self.groups = groups_trait(groups_of(timeline), timeline.world_size)
-            self.layers = layers_trait(timeline)
+            self.begin(timeline)
             self.clock = clock_words(timeline)
             if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
                 self.clock += f", on {hardware}"
