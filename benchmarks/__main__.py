@@ -1,8 +1,9 @@
 """Run every benchmark, print a table, write benchmarks/results.json.
 
-python -m benchmarks                        all benchmarks
-python -m benchmarks replay                 those with this word in their module's name
-python -m benchmarks data_parallel hybrid   one pair of a benchmark, by its name in the module
+python -m benchmarks                          all benchmarks
+python -m benchmarks launch                   those with this word in their module's name
+python -m benchmarks costs watch              one function of bench_costs
+python -m benchmarks beside "data parallel"   the pairs whose title has these words
 
 Each row is written as soon as it is measured.
 """

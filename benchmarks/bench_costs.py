@@ -1,15 +1,16 @@
 """What single calls cost, and how far predictions are from runs: one function per row or group of rows.
 
-    estimate       `mk.estimate` of a further plan, memory included, beside the first one of a fresh process
-    advise         `mk.advise` in a fresh process, imports included
+    estimate       `mk.estimate` of a further plan, memory included, beside the first one of a fresh process; and
+                   `mk.advise` in a fresh process, imports included
     predicted      step times that `Run.what_if` predicts beside runs of the changed plans, on the virtual clock
     replay         operations per second that a replay puts on the clock; actions per second of `mk.simulate`
     read           a profiler's trace, imported in a process of its own, beside `json.loads` of its events
     proof          50 steps with verify="first" beside verify=False
     watch          a watched DDP step beside the same unwatched
-    comparison     small communications that are compared with the peers' before they start, beside plain ones
+    record         what recording adds to an op
 
-Both sides of a ratio alternate within one run, since a machine's speed drifts; medians are shown.
+proof and watch run on a GPU where there is one. Both sides of a ratio alternate within one run, since a machine's speed
+drifts; medians are shown.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import mpkit as mk
-from benchmarks.pairing import Row, compared, pairs, row
+from benchmarks.pairing import Row, row
 from mpkit.data import text_batches
 from mpkit.models import GPT, MLP, next_token_loss
-from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.wire import Wire
 from mpkit.timeline.replay import replay
+from mpkit.trace import Kind
+from mpkit.trace.record.recorder import Recorder
 
 
 def _seconds(act: Callable[[], object]) -> float:
@@ -66,10 +67,18 @@ found = mk.estimate({0!r}, mk.Plan(dp={3}, zero=3, precision="bf16"), {1!r}, glo
 found.step_time, found.memory[0]
 print(time.perf_counter() - begun)
 """
+SEARCH = """
+import time
+begun = time.perf_counter()
+import mpkit as mk
+found = mk.advise({0!r}, {1!r}, global_batch={2}, sequence=8192)
+str(found)
+print(time.perf_counter() - begun, found.considered)
+"""
 
 
 def estimate() -> Iterator[Row]:
-    """Measure one estimate of each model, among all divisions of its batch by tp, pp and dp."""
+    """Measure one estimate of each model, among all divisions of its batch by tp, pp and dp; then the search."""
     for title, (model, machine, batch, ranks) in MODELS.items():
         plans = [
             mk.Plan(
@@ -92,21 +101,6 @@ def estimate() -> Iterator[Row]:
         warm = _seconds(every) / len(plans)
         against = f"of the first in a fresh process, imports included: {cold:.2f} s"
         yield row(f"estimate: {title} ranks, a further plan", 1e3 * warm, "ms", warm / cold, against)
-
-
-SEARCH = """
-import time
-begun = time.perf_counter()
-import mpkit as mk
-found = mk.advise({0!r}, {1!r}, global_batch={2}, sequence=8192)
-str(found)
-print(time.perf_counter() - begun, found.considered)
-"""
-
-
-def advise() -> Iterator[Row]:
-    """Measure the search for a plan of each model."""
-    for title, (model, machine, batch, ranks) in MODELS.items():
         code = [sys.executable, "-c", SEARCH.format(model, machine, 4 * batch if ranks == 8 else batch)]
         seconds, considered = map(float, subprocess.check_output(code, text=True).split())
         yield row(f"advise: {title} ranks, {considered:,.0f} plans, from cold", seconds, "s")
@@ -253,7 +247,7 @@ def proof() -> Iterator[Row]:
         ),
         "GPT, GPipe": (GPT(layers=4, width=128), text, next_token_loss, mk.Plan.gpipe(2, 4)),
     }  # fmt: skip
-    with mk.Cluster(2, device="cpu") as cluster:
+    with mk.Cluster(2) as cluster:
         for name, (model, data, loss, plan) in cases.items():
             times: dict[Any, list[float]] = {"first": [], False: []}
             steps = 0
@@ -279,21 +273,23 @@ def _ddp_step(ctx: Any) -> float:
         nn.Sequential(nn.LayerNorm(192), nn.Linear(192, 384), nn.GELU(), nn.Linear(384, 192))
         for _ in range(8)
     ]
-    model = DistributedDataParallel(nn.Sequential(*blocks), bucket_cap_mb=1)
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(64, 192)
+    model = DistributedDataParallel(nn.Sequential(*blocks).to(ctx.device), bucket_cap_mb=1)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(64, 192, device=ctx.device)
 
     def step() -> None:
         dist.barrier()
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
 
     return statistics.median([_seconds(step) for _ in range(60)][10:])
 
 
 def watch() -> Iterator[Row]:
     """Measure a DDP step of some 10 ms, watched and not, in fresh processes with the same seed."""
-    with mk.Cluster(2, device="cpu") as cluster:
+    with mk.Cluster(2) as cluster:
         steps = [[max(cluster.run(_ddp_step, watch=watch)) for watch in (True, False)] for _ in range(11)]
     ratio = statistics.median(watched / plain for watched, plain in steps)
     against = f"of the same unwatched: {statistics.median(plain for _, plain in steps) * 1e3:.3g} ms"
@@ -302,33 +298,44 @@ def watch() -> Iterator[Row]:
     )
 
 
-def _calls(ctx: Any, what: str) -> list[tuple[float, float]]:
-    data = torch.ones(1)
-
-    def hundred(comm: Communicator) -> None:
-        right, left = (ctx.rank + 1) % ctx.world_size, (ctx.rank - 1) % ctx.world_size
-        for _ in range(100):
-            if what == "all_reduce":
-                comm.all_reduce(data)
-            else:
-                sent = comm.isend(data, right)
-                comm.recv(torch.empty(1), left)
-                sent.wait()
-
-    plain = Communicator(Wire(ctx.rank, ctx.world_size, ctx.record, ctx.device, "gloo"))
-    return pairs(lambda _: hundred(ctx.comm), lambda _: hundred(plain), 60, 6)
+def record() -> Iterator[Row]:
+    """Measure the median time to begin and end an op, beside the limit of 2 us."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _ops(Recorder(Path(folder), 0))
 
 
-def comparison() -> Iterator[Row]:
-    """Measure what it costs to compare each communication with its peers'."""
-    with mk.Cluster(4, device="cpu") as cluster:
-        for what in ("all_reduce", "message"):
-            name = f"communication: 100 times {what} of 4 bytes, 4 ranks, compared"
-            yield compared(name, "the same without", cluster.run(_calls, what))
+def _ops(record: Recorder) -> Iterator[Row]:
+    def compute() -> int:
+        return record.begin(Kind.FORWARD, "F", stage=1, microbatch=3, flops=1e9, nbytes=1000)
+
+    def message() -> int:
+        return record.begin(Kind.SEND, group="0>1#3", number=5, peer=1, nbytes=1000, where="pipeline.py:100")
+
+    def cost(begin: Callable[[], int], end: Callable[[int], object], busy: int) -> float:
+        """Return the median ns to begin and end an op that keeps the core busy for `busy` ns."""
+        clock, times = time.perf_counter_ns, []
+        for _ in range(2000):
+            first = clock()
+            index = begin()
+            second = clock()
+            while clock() < second + busy:
+                pass
+            third = clock()
+            end(index)
+            times.append(clock() - third + second - first)
+        return statistics.median(times)
+
+    for name, begin, busy in (
+        ("an op of no length", compute, 0),
+        ("an op of 0.5 ms", compute, 500_000),  # long enough to need a reading of the CPU clock
+        ("communication", message, 0),
+    ):
+        took = cost(begin, record.end, busy) - cost(lambda: 0, lambda index: index, busy)
+        yield row(f"record: begin and end of {name}", took / 1e3, "us", took / 2000, "of the limit of 2 us")
 
 
 def measure() -> Iterator[Row]:
     """Yield the rows; `python -m benchmarks costs proof` yields those of one function."""
-    every = (estimate, advise, predicted, replays, read, proof, watch, comparison)
+    every = (estimate, predicted, replays, read, proof, watch, record)
     for function in [each for each in every if each.__name__ in sys.argv[1:]] or every:
         yield from function()

@@ -7,7 +7,6 @@ process and stops in rank 0 when its all_reduce is done; all of them read the ma
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,32 +30,14 @@ def _first_reduce(ctx: Any) -> float:
     return time.monotonic()
 
 
-def _plain_rank(rank: int, port: int, file: str) -> None:
+def _plain_rank(rank: int, where: str, file: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", where, rank=rank, world_size=RANKS)
     dist.all_reduce(torch.ones(1))
     if rank == 0:
         Path(file).write_text(str(time.monotonic()))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-TORCHRUN = """
-import sys, time, torch, torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 0:
-    open(sys.argv[1], "w").write(str(time.monotonic()))
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
 def _by_mpkit(cluster: mk.Cluster) -> float:
@@ -66,18 +47,23 @@ def _by_mpkit(cluster: mk.Cluster) -> float:
 
 def _by_spawn(folder: Path) -> float:
     file = folder / "spawn"
+    store = tempfile.mkstemp(dir=folder)[1]
     begin = time.monotonic()
-    mp.spawn(_plain_rank, (_free_port(), str(file)), RANKS)  # type: ignore[no-untyped-call]
+    mp.spawn(_plain_rank, (f"file://{store}", str(file)), RANKS)  # type: ignore[no-untyped-call]
     return float(file.read_text()) - begin
 
 
 def _by_torchrun(folder: Path) -> float:
-    script, file = folder / "script.py", folder / "torchrun"
-    script.write_text(TORCHRUN)
+    file = folder / "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
     begin = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(script), str(file)], check=True, capture_output=True, env=environment)
+    subprocess.run(
+        [*command, "-m", "benchmarks.bench_launch", str(file)],
+        check=True,
+        capture_output=True,
+        env=environment,
+    )
     return float(file.read_text()) - begin
 
 
@@ -102,3 +88,7 @@ def measure() -> list[Row]:
         ratio = median[side] / median["mpkit"]
         rows.append(row(f"launch: the same by {side}", median[side], "s", ratio, "times mpkit's warm launch"))
     return rows
+
+
+if __name__ == "__main__":  # a rank of torchrun
+    _plain_rank(int(os.environ["RANK"]), "env://", sys.argv[1])

@@ -1,8 +1,8 @@
 """Predictions beside published training steps: `python -m benchmarks.published FOLDER [--write] [--page]`.
 
 For each table and each preset: the error of the presets that ship, the error where each row is left out of the fit, the
-share of rows within 10 % and within the band, and the peak memory where it was measured; then the error of the prior,
-by which a stack is priced that is not known, with each stack left out.
+share of rows within 10 % and within the band; then the error of the prior, by which a stack is priced that is not
+known, with each stack left out.
 `--write` fits the presets anew to the rows in FOLDER and writes `mpkit/prediction/cost_model/presets.csv`; `--page`
 writes the table of docs/accuracy.md.
 """
@@ -43,9 +43,6 @@ PRESETS = Path(__file__).parents[1] / "mpkit" / "prediction" / "cost_model" / "p
 ACCURACY = Path(__file__).parents[1] / "docs" / "accuracy.md"
 BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --page -->", "<!-- end -->"
 
-
-RESERVED = {"torchtitan": "reserved"}
-"""Tables that publish what the allocator has reserved: more than is allocated at the peak."""
 
 Key = tuple[str, str]
 
@@ -175,7 +172,6 @@ def _report(steps: list[Observation], left: list[str]) -> None:
     table.add_section()
     add("all", steps)
     console.print(table)
-    memory_table(console, steps)
     errors = stacks_left_out(steps)
     console.print(
         f"Each stack left out, with its variants: {errors.mean():.1%} off in the mean, 90 % within "
@@ -206,27 +202,6 @@ def allocated(step: Observation) -> float:
     """Return the predicted bytes that the rank with most has allocated by torch at its peak."""
     stages = MemoryModel(step.model, step.sequence, step.stack, step.hardware.device).stages(step.layout)
     return max(sum(memory.values()) - memory["context"] for memory in stages)
-
-
-def memory_table(console: Console, steps: list[Observation]) -> None:
-    """Print predicted peaks beside measured ones, and whether these are what was allocated or reserved."""
-    known = [step for step in steps if step.memory]
-    if not known:
-        return
-    table = Table(title="Predicted peak memory, allocated by torch, against measured", title_justify="left")
-    for name in ("step", "measured", "GiB", "predicted GiB", "error"):
-        table.add_column(name, justify="left" if name in {"step", "measured"} else "right")
-    by_stack: dict[str, list[float]] = defaultdict(list)
-    for step in known:
-        error = allocated(step) / step.memory - 1
-        what = RESERVED.get(step.source, "allocated")
-        by_stack[f"{step.stack.name}, {what}"].append(abs(error))
-        table.add_row(
-            step.name, what, f"{step.memory / 2**30:.1f}", f"{allocated(step) / 2**30:.1f}", f"{error:+.1%}"
-        )
-    console.print(table)
-    for stack, errors in by_stack.items():
-        console.print(f"memory, {stack}: {np.mean(errors):.1%} off in the mean of {len(errors)} rows")
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@
 
 strategies  up to four ranks share the GPU (gloo carries their messages); every step is proved equal to plain PyTorch
 steps       a plain PyTorch loop of several sizes, and mpkit's serial training of the same: time and memory
-watch       the same loop watched and unwatched, in turn: the ratio
-proof       fifty steps with the default proof and without, in turn: the ratio, and what the proof says
-experts     the plans that divide experts, proved; a step of a GPT with eight experts per layer, and their load
+experts     the plans that divide experts, proved the same way
 
+`python -m benchmarks costs watch proof` measures what watching and the proof cost on the GPU.
 A part that fails says so, and the next one is measured all the same: time on a GPU is short.
 """
 
@@ -73,13 +72,6 @@ STEPS = [  # size, samples per step, precision
     ("350M", 32, "bf16"), ("760M", 4, "bf16"), ("1.3B", 4, "bf16"), ("1.3B", 16, "bf16"),
 ]  # fmt: skip
 SEQUENCE, VOCAB = (1024, 50304) if DEVICE == "cuda" else (32, 256)
-STEPS_OF_PROOF = 50 if DEVICE == "cuda" else 4
-FOUND: dict[str, Any] = {}
-
-
-def gpu() -> str:
-    """Return the name of the GPU."""
-    return torch.cuda.get_device_name(0) if DEVICE == "cuda" else "cpu"
 
 
 def gpt(size: str) -> GPT:
@@ -93,34 +85,26 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
 
 
-def tokens(batch: int, length: int = SEQUENCE, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
+def tokens(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of a batch."""
     both = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-def wait() -> None:
-    """Wait for the GPU."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def trained(
-    model: GPT, batch: int, precision: str, steps: int, after: Callable[[], None] = wait
-) -> list[float]:
-    """Train in plain PyTorch, under autocast in 16 bits; return the seconds of each step, the first three left out."""
-    model = model.to(DEVICE)
+def trained(model: GPT, batch: int, precision: str) -> list[float]:
+    """Train in plain PyTorch, under autocast in 16 bits; return the seconds of ten steps after three that warm up."""
     optimizer = adamw(model.parameters())
-    x, y = (part.to(DEVICE) for part in tokens(batch, model.config.length, model.config.vocab))
+    x, y = (part.to(DEVICE) for part in tokens(batch, SEQUENCE, VOCAB))
     times = []
-    for _ in range(steps):
+    for _ in range(13):
         begun = time.perf_counter()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
             loss = next_token_loss(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        after()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return times[3:]
 
@@ -161,7 +145,7 @@ def steps() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"size": size, "batch": batch, "precision": precision}
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        row["plain"] = statistics.median(trained(model, batch, precision, 13))
+        row["plain"] = statistics.median(trained(model, batch, precision))
         if DEVICE == "cuda":
             row["plain_allocated"] = torch.cuda.max_memory_allocated()
             row["plain_reserved"] = torch.cuda.max_memory_reserved()
@@ -171,8 +155,8 @@ def steps() -> list[dict[str, Any]]:
         if batch == 8:
             with mk.Cluster(1, device=DEVICE) as cluster:
                 run = cluster.train(
-                    gpt(size), [tokens(batch)], mk.Plan.serial(precision=precision), loss=next_token_loss,
-                    optimizer=adamw, steps=8, verify=False, show=False,
+                    gpt(size), [tokens(batch, SEQUENCE, VOCAB)], mk.Plan.serial(precision=precision),
+                    loss=next_token_loss, optimizer=adamw, steps=8, verify=False, show=False,
                 ).wait()  # fmt: skip
             timeline = run.timeline(clock="measured")
             row["run"] = statistics.median(timeline.step(step).step_time for step in range(3, 8))
@@ -182,79 +166,27 @@ def steps() -> list[dict[str, Any]]:
     return rows
 
 
-def experts() -> dict[str, Any]:
-    """Train a GPT with experts by each plan that divides them; then measure one of 124M parameters with eight each."""
-    found: dict[str, Any] = dict(proved(EXPERT_PLANS, experts=4, top_k=2))
-    layers, width, heads = GPTS["124M"]
-    with torch.device(DEVICE):
-        model = GPT(layers=layers, width=width, heads=heads, length=SEQUENCE, vocab=VOCAB, experts=8, top_k=2)
-    found["step"] = statistics.median(trained(model, 8, "bf16", 13))
-    print(f"  124M with eight experts per layer: {found['step'] * 1e3:.1f} ms a step", flush=True)
-    return found
-
-
-def _loop(ctx: Any, model: GPT, batch: int) -> float:
-    torch.manual_seed(0)
-    return statistics.median(trained(model, batch, "bf16", 25))
-
-
-def watch() -> dict[str, Any]:
-    """Compare a watched loop with the same unwatched: the medians of three pairs' ratios, and of the plain step."""
-    found = {}
-    for what, model, batch in (("124M", gpt("124M"), 8), ("small", GPT(**SMALL), 8)):
-        with mk.Cluster(1, device=DEVICE) as cluster:
-            pairs = [
-                [cluster.run(_loop, model, batch, watch=on)[0] for on in (True, False)] for _ in range(3)
-            ]
-        found[what] = [statistics.median(a / b for a, b in pairs), statistics.median(b for _, b in pairs)]
-        print(f"  {what}: watched / unwatched {found[what][0]:.3f} of {found[what][1] * 1e3:.2f} ms")
-    return found
-
-
-def proof() -> dict[str, Any]:
-    """Compare trainings that prove their first steps with the same unproved: the medians of the pairs' ratios."""
-    found: dict[str, Any] = {}
-    for size, batch, precision, rounds in (
-        ("124M", 8, "bf16", 2),
-        ("124M", 8, "full", 1),
-        ("350M", 8, "bf16", 1),
-    ):
-        torch.manual_seed(0)
-        model, data, times = gpt(size), [tokens(batch)], []
-        with mk.Cluster(1, device=DEVICE) as cluster:
-            for number in range(2 * rounds + 1):  # the first warms up
-                verify: Any = False if number % 2 else "first"
-                begun = time.perf_counter()
-                run = cluster.train(
-                    model, data, mk.Plan.serial(precision=precision), loss=next_token_loss, optimizer=adamw,
-                    steps=STEPS_OF_PROOF, verify=verify, show=False,
-                ).wait()  # fmt: skip
-                times.append(time.perf_counter() - begun)
-                if verify:
-                    said = str(run.proof)
-        ratios = [times[2 * pair + 2] / times[2 * pair + 1] for pair in range(rounds)]
-        found[f"{size} {precision}"] = [statistics.median(ratios), times, said]
-        print(f"  {size} {precision}: {json.dumps(found[f'{size} {precision}'])}", flush=True)
-    return found
+def experts() -> dict[str, str]:
+    """Train a GPT with experts with each plan that divides them."""
+    return proved(EXPERT_PLANS, experts=4, top_k=2)
 
 
 def measure(folder: Path, names: list[str]) -> None:
     """Measure the parts that are asked for."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, Callable[[], Any]] = {
-        part.__name__: part for part in (strategies, steps, watch, proof, experts)
-    }
-    FOUND.update(gpu=gpu(), torch=torch.__version__)
-    print(f"{gpu()}, torch {torch.__version__}")
-    for name in names or parts:
+    parts: dict[str, Callable[[], Any]] = {part.__name__: part for part in (strategies, steps, experts)}
+    name = torch.cuda.get_device_name(0) if DEVICE == "cuda" else "cpu"
+    found: dict[str, Any] = {"gpu": name, "torch": torch.__version__}
+    print(f"{name}, torch {torch.__version__}")
+    for part in names or parts:
         begun = time.perf_counter()
-        print(name, flush=True)
+        print(part, flush=True)
         try:
-            FOUND[name] = parts[name]()
+            found[part] = parts[part]()
         except Exception:
             traceback.print_exc()
         print(f"  ({time.perf_counter() - begun:.0f} s)", flush=True)
-        (folder / "measured.json").write_text(json.dumps(FOUND, indent=1))
+        (folder / "measured.json").write_text(json.dumps(found, indent=1))
 
 
 # ---- beside predictions
@@ -266,18 +198,9 @@ def predict(path: Path) -> None:
     machine = "8x-h200-nvlink" if "H200" in found["gpu"] else "8x-h100-nvlink"
     table = Table(title=f"{found['gpu']}, torch {found['torch']}: measured, and predicted / measured")
     titles = (
-        "GPT",
-        "batch",
-        "precision",
-        "plain loop",
-        "mpkit",
-        "estimate",
-        "band",
-        "played",
-        "allocated",
-        "estimate",
+        "GPT, batch, precision, plain loop, mpkit, estimate, band, played, allocated, estimate, played / run"
     )
-    for column in (*titles, "played / run"):
+    for column in titles.split(", "):
         table.add_column(column, justify="right")
     for row in found["steps"]:
         batch, precision = row["batch"], row["precision"]

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from benchmarks.experts import EXPERT_ROWS, MODELS, FoldingRow, read_rows, seconds_of_layer
-from benchmarks.golden_experts import ExpertCase, read_expert_cases
+from benchmarks.experts import (
+    EXPERT_ROWS,
+    MODELS,
+    ExpertCase,
+    FoldingRow,
+    read_expert_cases,
+    read_rows,
+    seconds_of_layer,
+)  # fmt: skip
 from mpkit.devices.catalogue import build_machine
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout

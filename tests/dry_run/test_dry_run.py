@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from benchmarks.memory import CASES, LIMIT, PLANS, compare
+from benchmarks.memory import CASES, LIMIT, PLANS, errors
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.axes import AXES
 from mpkit.plan.mesh import Mesh
@@ -133,8 +133,8 @@ ALL = [(model, plan) for model in CASES for plan in PLANS]
     ("model", "plan"), [pytest.param(*row, marks=() if row in FAST else pytest.mark.soak) for row in ALL]
 )
 def test_the_peak_is_the_allocators(clusters: Clusters, model: str, plan: str) -> None:
-    for row in compare(CASES[model], PLANS[plan], clusters(PLANS[plan].ranks)):
-        assert abs(row.off) <= LIMIT
+    for error in errors(CASES[model], PLANS[plan], clusters(PLANS[plan].ranks)):
+        assert abs(error) <= LIMIT
 
 
 def constructed(rate: float) -> nn.Module:
