@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["FULL", "NO_LINK", "check_folder", "create", "full_disk", "name_full_disk", "write_whole"]
+__all__ = ["FULL", "NO_LINK", "create", "full_disk", "name_full_disk", "write_whole"]
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
@@ -24,20 +24,6 @@ def create(path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> int:
         FileExistsError: something has this name already, a link perhaps.
     """
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | NO_LINK, mode)
-
-
-def check_folder(asked: str, folder: object) -> Path:
-    """Return a folder's path, which a user gave.
-
-    >>> check_folder("mk.progress", "class")
-    PosixPath('class')
-
-    Raises:
-        ValueError: it is no path.
-    """
-    if not isinstance(folder, str | os.PathLike):
-        raise ValueError(f"{asked}({folder!r}): the path of a folder, such as {asked}('class')")
-    return Path(folder)
 
 
 def full_disk(error: OSError, folder: str | os.PathLike[str], needed: int | None = None) -> OSError:

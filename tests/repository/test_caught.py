@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import mpkit as mk
-from mpkit.common.exceptions import fakes_or_real
 from mpkit.strategies.prepare.prepare import prepare
 from tests.recipes import sgd
 
@@ -63,32 +61,12 @@ def test_nothing_is_caught_in_silence() -> None:
     )
 
 
-# ---------------------------------------------------------------- on fake tensors, else on real ones
+# ---------------------------------------------------------------- models that fail where they are tried
 
 
 class Odd(Exception):
     """An error that is none of torch's."""
 
-
-def fails(error: Exception) -> Callable[[], Any]:
-    def run() -> Any:
-        raise error
-
-    return run
-
-
-def test_real_tensors_decide() -> None:
-    assert fakes_or_real(lambda: 1, fails(Odd()), "it") == 1
-    assert fakes_or_real(fails(RuntimeError("no content")), lambda: 2, "it") == 2
-    with pytest.warns(mk.errors.UnwisePlan, match=r"^it was computed for real .* raises Odd: why\."):
-        assert fakes_or_real(fails(Odd("why")), lambda: 3, "it") == 3
-    with pytest.raises(KeyError, match="of the user's own"):
-        fakes_or_real(fails(Odd()), fails(KeyError("of the user's own")), "it")
-    with pytest.raises(Odd):
-        fakes_or_real(fails(Odd()), lambda: 4, "it", final=(Odd,))
-
-
-# ---------------------------------------------------------------- models that fail where they are tried
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 4)
 

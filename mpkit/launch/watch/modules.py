@@ -22,10 +22,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mpkit.common.torch_private import _Loss, tree_leaves
+from mpkit.common.torch_private import _Loss
 from mpkit.launch.watch.actions import Actions
 from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.trace import Kind
+from mpkit.trace.record.hooks import LayerHooks
 from mpkit.trace.record.recorder import Recorder
 
 __all__ = ["Modules", "layers_to_record"]
@@ -46,13 +47,17 @@ class Modules:
     def __init__(
         self, record: Recorder, actions: Actions, roots: weakref.WeakSet[nn.Module], depth: int | None = None
     ) -> None:
-        self._record, self._actions, self.roots, self._depth = record, actions, roots, depth
+        self._actions, self.roots, self._depth = actions, roots, depth
         self._handles: list[RemovableHandle] = []
         self._finder: RemovableHandle | None = None
         self._new = False
         self._inside = 0  # how many roots are being called, one within another
         self._forwards = 0  # since the last backward
-        self._backward = -1  # the op of the layer whose backward is running
+        self._layers = LayerHooks(
+            record,
+            lambda: Kind.RECOMPUTE if actions.backwards else Kind.FORWARD,
+            lambda: Kind.BACKWARD if actions.backwards else None,
+        )
 
     # ---- begin and end of watching
 
@@ -117,41 +122,7 @@ class Modules:
             module.register_forward_hook(after_forward, always_call=True),
         ]
         for path, layer in layers_to_record(module, self._depth):
-            self._watch_layer(path, layer)
-
-    # ---- layers
-
-    def _watch_layer(self, name: str, layer: nn.Module) -> None:
-        """Record a layer's forwards, and its backwards: from the arrival of its output's gradient to the next one's."""
-        record, actions = self._record, self._actions
-        ops: list[int] = []
-
-        def before_forward(*_: Any) -> None:
-            kind = Kind.RECOMPUTE if actions.backwards else Kind.FORWARD
-            stage, microbatch, _step = record.place()
-            ops.append(record.begin(kind, name, stage=stage, microbatch=microbatch))
-
-        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if ops:
-                record.end(ops.pop())
-            if not torch.is_grad_enabled():
-                return
-            for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(on_gradient)
-                    break
-
-        def on_gradient(_gradient: torch.Tensor) -> None:
-            record.end(self._backward)
-            self._backward = -1
-            if actions.backwards:
-                stage, microbatch, _step = record.place()
-                self._backward = record.begin(Kind.BACKWARD, name, stage=stage, microbatch=microbatch)
-
-        self._handles += [
-            layer.register_forward_pre_hook(before_forward, prepend=True),
-            layer.register_forward_hook(after_forward, always_call=True),
-        ]
+            self._handles += self._layers.watch(path, layer)
 
     # ---- backwards
 
@@ -163,8 +134,7 @@ class Modules:
     def backward_ends(self) -> None:
         """End the backward of the layer that came last."""
         self._forwards = 0
-        record, self._backward = self._backward, -1
-        self._record.end(record)
+        self._layers.end_backward()
 
 
 def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpkit.common.exceptions import fakes_or_real, one_line
+from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -148,6 +148,20 @@ class _DropContent(TorchFunctionMode):
         return memo[id(tensor)]
 
 
+def _lacks_content(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised in place of, is of the kinds that fakes without numbers raise.
+
+    `item`, a branch on values and operators whose output's shape depends on values raise subclasses of RuntimeError
+    (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException); so does access to memory.
+    Conversions to Python's or NumPy's types, and dtypes that do not go together, raise TypeError.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen and not isinstance(error, (RuntimeError, TypeError)):
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return isinstance(error, (RuntimeError, TypeError))
+
+
 class DryRuns:
     """Runs a model without consequences: a copy on fake tensors, and where that is impossible, one on real ones.
 
@@ -174,27 +188,37 @@ class DryRuns:
     ) -> Result:
         """Return fn(copy, *values); what it refuses is refused again on real tensors, with numbers in the message.
 
+        An error that only fake tensors raise is expected where it is for want of content, and reported otherwise.
+
         Args:
             fn: what is run.
             values: inputs, targets, of which it is given copies.
-            what, final: as in `mpkit.common.exceptions.fakes_or_real`.
+            what: what is run, such as "the model"; the report begins with it.
+            final: exceptions that are a result on fake tensors already.
+
+        Raises:
+            Exception: whatever it raises on real tensors, and exceptions of the kinds `final`.
         """
-
-        def on_fakes() -> Result:
-            self.on_fakes = True
-            try:
-                with self._mode:
-                    if self._fake is None:
-                        with _DropContent(self._mode):
-                            self._fake = self._copy(self._mode.from_tensor)
-                    return fn(self._fake, *(map_tensors(self._mode.from_tensor, value) for value in values))
-            finally:
-                self.on_fakes = False
-
-        def on_real() -> Result:
-            return fn(self._copy(torch.clone), *(map_tensors(torch.clone, value) for value in values))
-
-        return fakes_or_real(on_fakes, on_real, what, final=final)
+        self.on_fakes = True
+        try:
+            with self._mode:
+                if self._fake is None:
+                    with _DropContent(self._mode):
+                        self._fake = self._copy(self._mode.from_tensor)
+                return fn(self._fake, *(map_tensors(self._mode.from_tensor, value) for value in values))
+        except final:
+            raise
+        except Exception as error:
+            failed = error
+        finally:
+            self.on_fakes = False
+        result = fn(self._copy(torch.clone), *(map_tensors(torch.clone, value) for value in values))
+        if not _lacks_content(failed):
+            report(
+                f"{what} was computed for real before the ranks started, which takes time and memory: on tensors that "
+                f"have shapes and no content it raises {one_line(failed)}."
+            )
+        return result
 
     def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
         memo: dict[int, Any] = {}

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from mpkit.common.torch_private import tree_leaves
 from mpkit.trace import Kind
 from mpkit.trace.record.memory import Gradients
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["HookHandles", "layers_of", "watch", "watch_optimizer"]
+__all__ = ["HookHandles", "LayerHooks", "watch", "watch_optimizer"]
 
 
 class HookHandles:
@@ -28,7 +29,6 @@ class HookHandles:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._last: list[Callable[[], None]] = []
-        self._backward = -1  # the op of the layer whose backward is running
 
     def close(self) -> None:
         """Remove every hook. Entries in the ledger stay until their storage is freed."""
@@ -71,10 +71,13 @@ def watch(
     if optimizer is not None:
         watched._handles += watch_optimizer(recorder, optimizer)
     if recorder.layers and layers:
+        hooks = LayerHooks(
+            recorder,  # nothing is recorded outside of an action, such as a look at the model between steps
+            lambda: Kind.FORWARD if recorder.busy else None,
+            lambda: Kind.BACKWARD if recorder.busy else None,
+        )
         for name, layer in layers_of(module):
-            watched._handles += _watch_layer(
-                watched, recorder, name, layer, (flops or {}).get(name, (0.0, 0.0))
-            )
+            watched._handles += hooks.watch(name, layer, (flops or {}).get(name, (0.0, 0.0)))
     return watched
 
 
@@ -137,33 +140,61 @@ def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _watch_layer(
-    watched: HookHandles, recorder: Recorder, name: str, layer: nn.Module, flops: tuple[float, float]
-) -> list[RemovableHandle]:
-    """Record a layer's forward, from call to return, and its backward.
+class LayerHooks:
+    """Records the forwards and backwards of layers, as ops within the action that is running.
 
-    The backward lasts from the arrival of the gradient of its output until that of the next layer's, or until the
-    action is over. (Module backward hooks would be more precise, but they forbid layers that work in place.)
+    A layer's backward lasts from the arrival of the gradient of its output until that of the next layer's, or until
+    the action is over. (Module backward hooks would be more precise, but they forbid layers that work in place.)
+
+    Args:
+        recorder: the rank's recorder.
+        forward, backward: return the kind of op of a forward or backward that begins now; None: it is not recorded.
     """
-    ops: list[int] = []  # a layer may be called within itself
 
-    def begin(kind: Kind, flops: float) -> int:
-        if not recorder.busy:  # outside of an action, such as a look at the model between steps
-            return -1
-        stage, microbatch, _ = recorder.place()
-        return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
+    def __init__(
+        self, recorder: Recorder, forward: Callable[[], Kind | None], backward: Callable[[], Kind | None]
+    ) -> None:
+        self._recorder, self._forward, self._backward = recorder, forward, backward
+        self._running = -1  # the op of the layer whose backward is running
 
-    def begin_forward(*_: Any) -> None:
-        ops.append(begin(Kind.FORWARD, flops[0]))
+    def watch(
+        self, name: str, layer: nn.Module, flops: tuple[float, float] = (0.0, 0.0)
+    ) -> list[RemovableHandle]:
+        """Record a layer from now on, and return the handles that end this.
 
-    def gradient_arrived(_: torch.Tensor) -> None:
-        recorder.end(watched._backward)
-        watched._backward = begin(Kind.BACKWARD, flops[1])
+        Args:
+            name, layer: the layer.
+            flops: the FLOPs of its forward and of its backward.
+        """
+        recorder, ops = self._recorder, list[int]()  # a layer may be called within itself
 
-    def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if ops:
-            recorder.end(ops.pop())
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(gradient_arrived)
+        def begin(kind: Kind | None, flops: float) -> int:
+            if kind is None:
+                return -1
+            stage, microbatch, _ = recorder.place()
+            return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
 
-    return [layer.register_forward_pre_hook(begin_forward), layer.register_forward_hook(end_forward)]
+        def begin_forward(*_: Any) -> None:
+            ops.append(begin(self._forward(), flops[0]))
+
+        def gradient_arrived(_: torch.Tensor) -> None:
+            self.end_backward()
+            self._running = begin(self._backward(), flops[1])
+
+        def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if ops:
+                recorder.end(ops.pop())
+            for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(gradient_arrived)
+                    break
+
+        return [
+            layer.register_forward_pre_hook(begin_forward, prepend=True),
+            layer.register_forward_hook(end_forward, always_call=True),
+        ]
+
+    def end_backward(self) -> None:
+        """End the backward of the layer that came last."""
+        running, self._running = self._running, -1
+        self._recorder.end(running)
