@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published_rows import read_folder
-from mpkit.prediction.advice.search import PLAYED, LayoutPrices, search, sort_played
-from mpkit.prediction.advice.space import TrainingQuestion
+from mpkit.prediction.advice.search import rank, search
 from mpkit.prediction.cost_model.calibrate import Observation, left_out, preset_of
 from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
+from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = [
     "accuracy_table",
@@ -226,10 +226,10 @@ def published_beside_found(folder: Path) -> list[Beside]:
         if step.source not in BEST:
             continue
         preset = preset_for(*key_of(step))
-        asked = TrainingQuestion(step.model, step.layout.global_batch, step.sequence)
-        priced = LayoutPrices(asked, step.hardware, step.stack, preset)
-        roomy, full, _ = search(priced, step.layout.ranks)  # authors fill their memory
-        found = sort_played(priced, [roomy, full], lambda seconds, _: (seconds, seconds), PLAYED)
+        batch = step.layout.global_batch
+        asked = Workload(step.model, step.hardware, step.stack, preset, batch, step.sequence)
+        roomy, full, _ = search(asked, [step.layout.ranks])  # authors fill their memory
+        found = sorted((*rank(asked, roomy), *rank(asked, full)), key=lambda each: each.seconds)
         predicted, ruled = step.predict_seconds(preset.constants), step.source in RULED
         left_open = [each for each in found if not ruled or each.layout.tp == step.layout.tp]
         ratios = [predicted / some[0].seconds if some else float("nan") for some in (found, left_open)]

@@ -18,14 +18,15 @@ from mpkit.common.safe_text import escape
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import every as one_of
 from mpkit.prediction.advice.advice import Advice
-from mpkit.prediction.advice.search import TIME, FoundLayout, LayoutPrices
-from mpkit.prediction.advice.space import TrainingQuestion, families, offers_of
+from mpkit.prediction.advice.search import HEADROOM, FoundLayout, find_best, handicap_of, plan_under
+from mpkit.prediction.advice.space import families, offers_of
 from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.estimate import estimate_of
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import plan_of
-from mpkit.prediction.cost_model.memory import FRAGMENTATION
 from mpkit.prediction.cost_model.preset import preset_for
-from mpkit.prediction.cost_model.stack import STACKS, stack_of
+from mpkit.prediction.cost_model.stack import stack_of, stacks
+from mpkit.prediction.cost_model.workload import Workload
 from tests.words import unwrapped
 
 
@@ -132,7 +133,8 @@ def test_the_cheapest_and_the_fewest_devices() -> None:
     assert cheap.best is not None
     assert few.best is not None
     costs = [found.seconds * found.layout.ranks / 3600 * 2.0 for found in cheap.found]
-    compared = [cost * cheap.priced.handicap(of.layout) for cost, of in zip(costs, cheap.found, strict=True)]
+    handicaps = (handicap_of(cheap.asked, each.layout.offload) for each in cheap.found[:25])
+    compared = [cost * handicap for cost, handicap in zip(costs, handicaps, strict=False)]
     assert compared == sorted(compared)
     assert costs[0] <= fast.found[0].seconds * 8 / 3600 * 2.0
     assert f"{costs[0]:.4g} per step on {cheap.best.ranks} of 8 devices" in str(cheap)
@@ -141,7 +143,9 @@ def test_the_cheapest_and_the_fewest_devices() -> None:
     assert "the fewest that it fits" in str(few)
     assert f"uses 8 devices, where {few.best.ranks} are enough" in few.why_not(fast.best)
     dear = max(cheap.found[:20], key=lambda found: found.seconds * found.layout.ranks)
-    assert re.search(r"a step costs [\d.]+, [\d.]+ % more", cheap.why_not(cheap.priced.plan_of(dear.layout)))
+    assert re.search(
+        r"a step costs [\d.]+, [\d.]+ % more", cheap.why_not(plan_under(cheap.asked, dear.layout))
+    )
     with pytest.raises(ValueError, match=r"by='speed'.*'cost'"):
         mk.advise("llama3-8b", "8x-a100-nvlink", by="speed", **asked)
     with pytest.raises(ValueError, match="price=-1"):
@@ -172,7 +176,7 @@ def test_the_best_plan_leaves_memory_and_its_framework_runs_it(asked: tuple[str,
     advice = _advised(asked)
     if advice.best is None:
         return
-    if advice.found[0].memory > advice.priced.room:
+    if advice.found[0].memory > HEADROOM * advice.asked.available:
         assert not advice.tight
         assert "no plan leaves more than 8 %" in unwrapped(advice)
     assert advice.best.precision == ("fp16" if "v100" in asked[1] else "bf16")
@@ -215,58 +219,46 @@ def machine(memory: float, nodes: int = 1, per_node: int = 4) -> Hardware:
     return replace(found, device=replace(found.device, memory=int(memory * GIB)))
 
 
-def priced(
-    name: str, hardware: Hardware, stack: str = "pytorch", batch: int = 8, sequence: int = 2048
-) -> LayoutPrices:
-    return LayoutPrices(
-        TrainingQuestion(MODELS[name], batch, sequence),
-        hardware,
-        stack_of(stack),
-        preset_for(hardware.device.name, stack),
-    )
+def asked_for(name: str, hardware: Hardware, stack: str = "pytorch", batch: int = 8) -> Workload:
+    preset = preset_for(hardware.device.name, stack)
+    return Workload(MODELS[name], hardware, stack_of(stack), preset, batch, sequence=2048)
 
 
-def every(asked: LayoutPrices) -> list[FoundLayout]:
+def every(asked: Workload) -> list[FoundLayout]:
     """All layouts that fit, by trying each with each relief, and the memory of all stages."""
     found = []
     offers = offers_of(asked.stack.name)
-    for family in families(asked.asked, asked.hardware.devices, asked.hardware.per_node, offers):
-        for layout, offload, recompute in product(family, offers.offload, offers.recompute):
-            if offload == "params" and layout.zero < 3:
+    for base, sizes in families(asked, asked.hardware.devices):
+        for size, offload, recompute in product(sizes, offers.offload, offers.recompute):
+            if offload == "params" and base.zero < 3:
                 continue
-            if one_of(recompute) > asked.asked.model.layers:
+            if one_of(recompute) > asked.model.layers:
                 continue
-            this = replace(layout, offload=offload, recompute=recompute)
-            guess = mk.estimate(
-                asked.asked.model, plan_of(this), asked.hardware, global_batch=asked.asked.global_batch,
-                sequence=asked.asked.sequence, stack=asked.stack, preset=asked.preset,
-            )  # fmt: skip
-            memory = guess.peak_memory * (1 + FRAGMENTATION)
-            if memory <= asked.hardware.device.memory:
-                found.append(FoundLayout(this, guess.step_time, memory))
-    return sorted(found, key=lambda each: each.seconds * asked.handicap(each.layout))
+            parts = asked.global_batch // base.dp // size
+            this = replace(base, microbatch=size, microbatches=parts, offload=offload, recompute=recompute)
+            guess = estimate_of(asked, plan_of(this))
+            if guess:
+                found.append(FoundLayout(this, guess.step_time, guess.needed))
+    return sorted(found, key=lambda each: each.seconds * handicap_of(asked, each.layout.offload))
 
 
 @pytest.mark.parametrize(
     ("name", "memory", "stack"), [("tied", 3, "pytorch"), ("experts", 12, "megatron-2021")]
 )
 def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, stack: str) -> None:
-    asked = priced(name, machine(memory), stack)
-    searched = TIME.search(asked)
+    asked = asked_for(name, machine(memory), stack)
+    best, full, considered = find_best(asked)
     tried = every(asked)
     alike = [each for each in tried if asked.stack.fused and each.layout.recompute == "selective"]
-    assert searched.considered >= len(tried) - len(alike)  # fused attention has no scores to compute again
+    assert considered >= len(tried) - len(alike)  # fused attention has no scores to compute again
     roomy = [each for each in tried if each.memory <= 0.92 * asked.hardware.device.memory]
-    assert bool(searched.found) == bool(roomy)
+    assert bool(best) == bool(roomy)
     if roomy:
-        assert searched.found[0].seconds == roomy[0].seconds
+        assert best[0].seconds == roomy[0].seconds
         smallest = min(roomy, key=lambda each: each.memory)
-        smaller = (
-            each.memory <= smallest.memory or each.seconds <= smallest.seconds for each in searched.found
-        )
-        assert any(smaller)
+        assert any(each.memory <= smallest.memory or each.seconds <= smallest.seconds for each in best)
     elif tried:
-        assert searched.tight[0].seconds == tried[0].seconds
+        assert full[0].seconds == tried[0].seconds
 
 
 @given(
@@ -274,7 +266,7 @@ def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, sta
     memory=st.floats(2, 40),
     more=st.floats(1, 4),
     faster=st.floats(1, 8),
-    stack=st.sampled_from(sorted(STACKS)),
+    stack=st.sampled_from(sorted(stacks())),
     nodes=st.sampled_from([1, 2]),
 )
 @settings(max_examples=10, deadline=None)
@@ -288,7 +280,7 @@ def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
     }))  # fmt: skip
     took = []
     for each in (here, larger, quicker):
-        asked = priced(name, each, stack, batch=4)
-        best = TIME.search(asked).found[:1]
-        took += [found.seconds * asked.handicap(found.layout) for found in best] or [float("inf")]
+        asked = asked_for(name, each, stack, batch=4)
+        best = find_best(asked)[0][:1]
+        took += [found.seconds * handicap_of(asked, found.layout.offload) for found in best] or [float("inf")]
     assert max(took[1:]) <= took[0] * (1 + 1e-12)

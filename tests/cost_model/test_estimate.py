@@ -20,7 +20,7 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.plan.rules import call_of
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.configs import TRAITS, NoArchitecture
-from mpkit.prediction.cost_model.estimate import estimate_checked
+from mpkit.prediction.cost_model.estimate import estimate_of
 from mpkit.prediction.cost_model.known_models import architecture_of, known_models
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import MemoryModel
@@ -126,10 +126,7 @@ def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
         rows.append((guess, 1.3 * guess.step_time))
     preset = mk.calibrate(rows)
     for guess, seconds in rows:
-        again = replace(guess, preset=preset)
-        found = estimate_checked(
-            again.model, again.plan, again.hardware, 16, again.sequence, again.stack, preset
-        )  # fmt: skip
+        found = estimate_of(replace(guess, preset=preset), guess.plan)
         assert found.step_time == pytest.approx(seconds, rel=0.05)
         assert "fitted to 4 measured steps" in unwrapped(found)
 

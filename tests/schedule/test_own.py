@@ -20,11 +20,9 @@ import mpkit as mk
 from mpkit import Plan
 from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES, ScheduleEntry
-from mpkit.prediction.advice.search import LayoutPrices, search
-from mpkit.prediction.advice.space import TrainingQuestion
-from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.preset import preset_for
+from mpkit.prediction.advice.search import search
 from mpkit.prediction.cost_model.stack import stack_of
+from mpkit.prediction.cost_model.workload import workload_of
 from mpkit.views.page.trial import trial
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
@@ -212,10 +210,8 @@ def test_it_is_exported_and_read(registered: mk.Plan) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_it_is_advised() -> None:
-    asked = TrainingQuestion(architecture_of("llama3-8b"), 16, 1024)
-    machine, stack = mk.hardware("8x-h100-nvlink"), stack_of("pytorch")
-    priced = LayoutPrices(asked, machine, stack, preset_for(machine.device.name, stack.name))
-    found, _, _ = search(priced, 8)
+    asked = workload_of("llama3-8b", "8x-h100-nvlink", stack_of("pytorch"), None, 16, 1024)
+    found, _, _ = search(asked, [8])
     assert {each.layout.schedule for each in found if each.layout.pp > 1} > {"two_waves", "1f1b"}
 
 

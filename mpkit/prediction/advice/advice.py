@@ -5,8 +5,7 @@ Every sentence of it comes from `mk.estimate` of a plan that it names, so it rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,31 +14,18 @@ from numpy import minimum
 from mpkit.common.calls import answers
 from mpkit.common.display import ChartedResult, data_frame, draw
 from mpkit.common.tracebacks import public
-from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.formats.write import unsaid
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.reasons import RUNNING, SIMPLER, Family, families_of, summary_of, why_not
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import (
-    SHOWN,
-    TIME,
-    FoundLayout,
-    LayoutPrices,
-    Objective,
-    figures_of,
-    kinds_of,
-    objective_of,
-)
-from mpkit.prediction.advice.space import TrainingQuestion
-from mpkit.prediction.cost_model.check import check_length, check_trainable, checked_load
-from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
-from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.layout import model_under
-from mpkit.prediction.cost_model.memory import FRAGMENTATION
-from mpkit.prediction.cost_model.preset import Preset, preset_for
+from mpkit.prediction.advice.search import TIME, FoundLayouts, Objective, find_best, objective_of, plan_under
+from mpkit.prediction.cost_model.check import check_length
+from mpkit.prediction.cost_model.estimate import Estimate, estimate_of
+from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack, stack_of
+from mpkit.prediction.cost_model.workload import Workload, workload_of
 from mpkit.timeline.answer import Answer, Basis
 
 if TYPE_CHECKING:
@@ -47,6 +33,9 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Advice", "advise"]
+
+SHOWN = 20
+"""The plans of an advice."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +46,16 @@ class Advice(ChartedResult, Answer):
     frontier marked (`figure`).
 
     Attributes:
-        priced: what was asked, the machine and the stack.
+        asked: what is to be trained, the machine and the stack.
         found: every layout that fits with 8 % of the memory to spare; where none does, those that fit at all.
         tight: those that fit and leave less than that free.
         considered: the number of plans that were considered, those that do not fit included.
         objective: what is best.
     """
 
-    priced: LayoutPrices = field(repr=False)
-    found: Sequence[FoundLayout] = field(repr=False)
-    tight: Sequence[FoundLayout] = field(repr=False)
+    asked: Workload = field(repr=False)
+    found: FoundLayouts = field(repr=False)
+    tight: FoundLayouts = field(repr=False)
     considered: int
     objective: Objective = TIME
 
@@ -78,11 +67,7 @@ class Advice(ChartedResult, Answer):
     @cached_property
     def plans(self) -> list[Plan]:
         """The 20 best plans that fit; of those that differ in the samples of a micro-batch only, the best."""
-        return [self.priced.plan_of(each.layout) for each in self._best]
-
-    @property
-    def _best(self) -> Sequence[FoundLayout]:
-        return kinds_of(self.found)[:SHOWN]
+        return [plan_under(self.asked, each.layout) for each in self.found.kinds[:SHOWN]]
 
     @cached_property
     def frontier(self) -> list[Plan]:
@@ -90,16 +75,16 @@ class Advice(ChartedResult, Answer):
 
         A plan that recomputes or offloads more than it needs to fit is not among those found.
         """
-        took, memory = figures_of(self.found)
+        took, memory = self.found.seconds, self.found.memory
         order = took.argsort(kind="stable")
         least = minimum.accumulate(memory[order])
         kept = [place for i, place in enumerate(order.tolist()) if not i or memory[place] < least[i - 1]]
-        return [self.priced.plan_of(self.found[place].layout) for place in kept]
+        return [plan_under(self.asked, self.found[place].layout) for place in kept]
 
     @cached_property
     def families(self) -> list[Family]:
         """The best plan of each family, the simplest family first: what every further part gains."""
-        return families_of(self.priced, kinds_of(self.found))
+        return families_of(self.asked, self.found.kinds)
 
     @property
     def simplest(self) -> Plan | None:
@@ -115,16 +100,11 @@ class Advice(ChartedResult, Answer):
     @cached_property
     def rules(self) -> list[Rule]:
         """The guides' rules with this model's numbers, and whether the search agrees."""
-        return rules_of(self.priced, kinds_of(self.found))
+        return rules_of(self.asked, self.found.kinds)
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of a plan, as `mk.estimate` would."""
-        asked = self.priced.asked
-        return estimate_checked(
-            asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
-            self.priced.preset, trainable=asked.trainable,
-            expert_load=asked.load if asked.model.experts else None,
-        )  # fmt: skip
+        return estimate_of(self.asked, plan)
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -141,7 +121,7 @@ class Advice(ChartedResult, Answer):
         """
         if self.best is None:
             raise ValueError(
-                f"none of the {self.considered:,} plans considered fits {self.priced.hardware.name}, so there is none "
+                f"none of the {self.considered:,} plans considered fits {self.asked.hardware.name}, so there is none "
                 "to estimate. print(advice) says what is missing"
             )
         return self.estimate(self.best)
@@ -159,10 +139,6 @@ class Advice(ChartedResult, Answer):
         for part in draw(self, "parts"):
             display(part)  # type: ignore[no-untyped-call]
 
-    def fullest_bytes(self, guess: Estimate) -> float:
-        """Return the bytes of an estimate's fullest rank, with what fragmentation takes."""
-        return guess.peak_memory * (1 + FRAGMENTATION)
-
     def why_not(self, plan: Plan) -> str:
         """Say why a plan is not the best: it cannot work, does not fit, or takes longer, and because of what.
 
@@ -175,7 +151,7 @@ class Advice(ChartedResult, Answer):
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per plan of `plans`: step time, memory, tokens per second and utilization."""
         rows = []
-        for plan, found in zip(self.plans, self._best, strict=True):
+        for plan, found in zip(self.plans, self.found.kinds, strict=False):
             this = self.estimate(plan)
             rows.append(
                 {
@@ -223,23 +199,9 @@ def advise(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
-    check_trainable(trainable)
-    sizes = architecture_of(model, trainable=trainable)
-    load = checked_load(expert_load, sizes)
-    asked = TrainingQuestion(sizes, global_batch, sequence, load, trainable)
-    check_length(asked.model, sequence)
-    machine = find(hardware)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
-    return find_advice(asked, machine, chosen, preset, objective_of(by, price))
-
-
-def find_advice(
-    asked: TrainingQuestion, machine: Hardware, stack: Stack, preset: Preset | None = None,
-    objective: Objective = TIME,
-) -> Advice:  # fmt: skip
-    """Return the advice for what `advise` has read."""
-    asked = replace(asked, model=model_under(stack, asked.model))
-    priced = LayoutPrices(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
-    searched = objective.search(priced)
-    found, tight = (searched.found, searched.tight) if searched.found else (searched.tight, [])
-    return Advice(priced, found, tight, searched.considered, objective)
+    asked = workload_of(model, hardware, chosen, preset, global_batch, sequence, trainable, expert_load)
+    check_length(asked.model, sequence)
+    objective = objective_of(by, price)
+    found, tight, considered = find_best(asked, objective)
+    return Advice(asked, *((found, tight) if found else (tight, found)), considered, objective)

@@ -8,7 +8,7 @@ Families are plans with the same parts:
 
 A plan is not the best because of one of these, in sentences whose numbers come from `mk.estimate`:
 
-    cannot      the model or the machine does not divide as the plan says, or the software has not what it asks for
+    cannot      the model or the machine does not divide as the plan says
     memory      it does not fit: by how much, and what is largest
     cost        it costs more, or takes more devices, where these are what counts
     time        it takes longer, and by the cause that adds most to the step
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.units import percent, seconds, wrapped
 from mpkit.devices.placement_notes import out_of_memory
+from mpkit.plan.formats.write import unsaid
 from mpkit.plan.plan import Plan
-from mpkit.prediction.advice.search import FoundLayout, LayoutPrices, figures_of
-from mpkit.prediction.advice.space import missing_feature
+from mpkit.prediction.advice.search import HEADROOM, FoundLayout, handicap_of, plan_under
 from mpkit.prediction.cost_model.check import check_plan
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.workload import Workload
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
@@ -79,7 +80,7 @@ class Family:
         return f"{self.words}: {seconds(self.seconds)}, {percent(self.longer)} longer, {self.plan!r}"
 
 
-def families_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Family]:
+def families_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Family]:
     """Return the ladder of families, of layouts that are ordered with the best first."""
     best: dict[tuple[str, ...], FoundLayout] = {}
     for each in found:
@@ -88,7 +89,7 @@ def families_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Fami
     for parts, each in sorted(best.items(), key=lambda item: (len(item[0]), item[1].seconds)):
         if not ladder or each.seconds < min(family.seconds for family in ladder):
             longer = each.seconds / found[0].seconds - 1
-            ladder.append(Family(parts, priced.plan_of(each.layout), each.seconds, longer, each.memory))
+            ladder.append(Family(parts, plan_under(asked, each.layout), each.seconds, longer, each.memory))
     return ladder
 
 
@@ -99,18 +100,15 @@ def why_not(advice: Advice, plan: Plan) -> str:
         this = advice.estimate(plan)
     except ValueError as error:
         return f"{plan!r} cannot work: {error}"
-    missing = missing_feature(advice.priced.stack.name, this.layout)
-    if missing:
-        return f"{plan!r} cannot work: {missing}."
-    needed, room = advice.fullest_bytes(this), advice.priced.whole
+    needed, room = this.needed, this.available
     if needed > room:
         stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
         largest = max(stage, key=stage.__getitem__)
         return f"{plan!r} does not fit: {out_of_memory(needed, room, largest)}."
-    if needed > advice.priced.room:
+    if needed > HEADROOM * room:
         free = percent(1 - needed / room)
         return f"{plan!r} fits and leaves {free} of the memory free: less than the 8 % that predictions may be off."
-    handicap = advice.priced.handicap(this.layout)
+    handicap = handicap_of(advice.asked, plan.offload)
     if advice.best is not None and this.step_time < advice.found[0].seconds <= this.step_time * handicap:
         gained = percent(1 - this.step_time / advice.found[0].seconds)
         return (
@@ -121,6 +119,9 @@ def why_not(advice: Advice, plan: Plan) -> str:
         this.step_time, plan.ranks
     ) <= advice.objective.value_of(advice.found[0].seconds, advice.best.ranks):
         faster = advice.best is not None and this.step_time < (1 - 1e-9) * advice.found[0].seconds
+        software = advice.asked.stack.name
+        if faster and software in RUNNING and (missing := unsaid(plan, software)):
+            return f"{plan!r} is faster, {seconds(this.step_time)} per step, but {software} cannot say it: {missing}."
         than = ", and faster than what was searched: take it" if faster else ""
         return f"{plan!r} is as good as any{than}: {seconds(this.step_time)} per step."
     if advice.objective.by != "time":
@@ -151,7 +152,7 @@ UNEVEN = {
 
 def summary_of(advice: Advice) -> str:
     """Return the best plan with its reasons, a sentence per line."""
-    asked, hardware = advice.priced.asked, advice.priced.hardware
+    asked, hardware = advice.asked, advice.asked.hardware
     name = asked.model.name or "the model"
     what = f"{name} on {hardware.name}, {asked.global_batch} samples of {asked.sequence} tokens"
     counted = f"{advice.considered:,} plans considered, {len(advice.found):,} fit"
@@ -173,7 +174,7 @@ def summary_of(advice: Advice) -> str:
         if uneven := _uneven(advice):
             lines.append(uneven)
         lines += [f"  {what}: {words}." for what, words in best.assumptions.items()]
-        within = int((figures_of(advice.found)[0] <= high).sum())
+        within = int((advice.found.seconds <= high).sum())
         lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
         lines += _memory_left(advice)
     lines += [f"- {rule}" for rule in advice.rules]
@@ -182,15 +183,15 @@ def summary_of(advice: Advice) -> str:
 
 def _memory_left(advice: Advice) -> list[str]:
     """Say which plans fill the memory, or that only such plans fit."""
-    free = percent(1 - advice.found[0].memory / advice.priced.whole)
-    if advice.found[0].memory > advice.priced.room:
+    free = percent(1 - advice.found[0].memory / advice.asked.available)
+    if advice.found[0].memory > HEADROOM * advice.asked.available:
         return [f"  It leaves {free} of the memory free, and no plan leaves more than 8 %: measure it first."]
     if not advice.tight or advice.tight[0].seconds >= advice.found[0].seconds:
         return []
     first = advice.tight[0]
     return [
         f"  {len(advice.tight):,} more leave less than 8 % of the memory free; the fastest of them takes "
-        f"{seconds(first.seconds)}: {advice.priced.plan_of(first.layout)!r}"
+        f"{seconds(first.seconds)}: {plan_under(advice.asked, first.layout)!r}"
     ]
 
 
@@ -207,11 +208,11 @@ def _families(advice: Advice) -> list[str]:
 
 def _uneven(advice: Advice) -> str:
     """Say which switch of the framework cuts stages of unlike numbers of layers; "" if they are alike."""
-    best, layers = advice.found[0].layout, advice.priced.asked.model.layers
+    best, layers = advice.found[0].layout, advice.asked.model.layers
     stages = best.pp * best.virtual_stages
     if best.pp == 1 or layers % stages == 0:
         return ""
-    switch = UNEVEN.get(advice.priced.stack.name, "the model's cut")
+    switch = UNEVEN.get(advice.asked.stack.name, "the model's cut")
     return f"  {layers} layers are not a multiple of {stages} stages: {switch} says which stage has how many."
 
 

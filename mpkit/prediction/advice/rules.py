@@ -20,8 +20,9 @@ from math import isfinite
 
 from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
-from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
+from mpkit.prediction.advice.search import HEADROOM, FoundLayout
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = ["Rule", "rules_of"]
 
@@ -49,42 +50,42 @@ class Rule:
         return f"{self.says} {'The search agrees' if self.agrees else 'The search disagrees'}: {self.why}"
 
 
-def rules_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Rule]:
+def rules_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Rule]:
     """Return the rules that apply."""
     if not found:
-        return [_states(priced)] if isfinite(priced.whole) else []
+        return [_states(asked)] if isfinite(asked.available) else []
     rules = (
-        _one_device(priced, found) if isfinite(priced.whole) else None,
-        _layer(priced, found),
-        _links(priced, found),
-        _nodes(priced, found),
-        _one_node(priced, found),
-        _links_between(priced, found),
+        _one_device(asked, found) if isfinite(asked.available) else None,
+        _layer(asked, found),
+        _links(asked, found),
+        _nodes(asked, found),
+        _one_node(asked, found),
+        _links_between(asked, found),
         _zero(found),
-        _single(priced, found),
+        _single(asked, found),
     )
     return [rule for rule in rules if rule is not None]
 
 
-def _states(priced: LayoutPrices) -> Rule:
+def _states(asked: Workload) -> Rule:
     """Say what the states alone take where no plan fits."""
-    model, device = priced.asked.model, priced.hardware.device
-    states = (priced.stack.element + priced.stack.gradient + priced.stack.states) * model.parameters
+    model, device = asked.model, asked.hardware.device
+    states = (asked.stack.element + asked.stack.gradient + asked.stack.states) * model.parameters
     needed = -(-states // device.memory)
-    have = memory_text(priced.hardware.devices * device.memory)
+    have = memory_text(asked.hardware.devices * device.memory)
     return Rule(
         f"The states of {model.parameters / 1e9:.3g} B parameters take {memory_text(states)} over all ranks.",
         True,
-        f"{priced.hardware.devices} devices have {have}; the states need {needed:.0f} or more.",
+        f"{asked.hardware.devices} devices have {have}; the states need {needed:.0f} or more.",
     )
 
 
-def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
+def _one_device(asked: Workload, found: Sequence[FoundLayout]) -> Rule:
     """Return whether a replica fits one device, so that data parallelism is enough."""
-    n, batch = priced.hardware.devices, priced.asked.global_batch
-    best, room = found[0], priced.whole
+    n, batch = asked.hardware.devices, asked.global_batch
+    best, room = found[0], asked.available
     plain = Layout(dp=n, microbatches=max(1, batch // n))
-    held = float(priced.memory.of(plain).peak("none"))
+    held = float(asked.memory_model.of(plain).peak("none"))
     if held > room:
         return Rule(
             f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: divide states "
@@ -102,9 +103,9 @@ def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     )
 
 
-def _layer(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _layer(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether one layer with its states fits a device; None where a whole replica does."""
-    model, room, stack = priced.asked.model, priced.whole, priced.stack
+    model, room, stack = asked.model, asked.available, asked.stack
     states = stack.element + stack.gradient + stack.states
     if states * model.parameters <= room:
         return None
@@ -129,12 +130,12 @@ def _is_plain(layout: Layout) -> bool:
     return layout.pp == layout.tp == layout.cp == 1 and layout.zero == 0
 
 
-def _nodes(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _nodes(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether tensor parallelism stays inside the node; None on one node, or where nothing else fits."""
-    per_node = priced.hardware.per_node
+    per_node = asked.hardware.per_node
     inside = _first(found, lambda layout: layout.tp <= per_node)
     across = _first(found, lambda layout: layout.tp > per_node)
-    if priced.hardware.nodes == 1 or inside is None or across is None:
+    if asked.hardware.nodes == 1 or inside is None or across is None:
         return None
     return Rule(
         TP_INSIDE,
@@ -144,16 +145,16 @@ def _nodes(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     )
 
 
-def _links(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _links(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether links inside the node decide as the guide says; None where there is nothing to compare."""
-    speed = priced.hardware.link.bandwidth
+    speed = asked.hardware.link.bandwidth
     ways = {
         "a pipeline": _first(found, lambda of: of.pp > 1 and of.tp == of.cp == 1 and of.zero < 2),
         "ZeRO": _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1),
         "tensor parallelism": _first(found, lambda of: of.tp > 1 and of.pp == of.cp == 1 and of.zero == 0),
     }
     took = {name: way.seconds for name, way in ways.items() if way is not None}
-    if priced.hardware.nodes > 1 or len(took) < 2:
+    if asked.hardware.nodes > 1 or len(took) < 2:
         return None
     words = ", ".join(f"{seconds(each)} with {name} alone" for name, each in took.items())
     if speed >= FAST:
@@ -163,11 +164,11 @@ def _links(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     return Rule(says, min(took, key=took.__getitem__) == "a pipeline", f"at best {words}.")
 
 
-def _one_node(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _one_node(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether states that fit one node are better sharded inside it; None where they do not, or on one node."""
-    machine, stack = priced.hardware, priced.stack
-    states = (stack.element + stack.gradient + stack.states) * priced.asked.model.parameters
-    room = machine.per_node * priced.room
+    machine, stack = asked.hardware, asked.stack
+    states = (stack.element + stack.gradient + stack.states) * asked.model.parameters
+    room = machine.per_node * HEADROOM * asked.available
     inside = _first(found, lambda of: 0 < of.sharded * of.tp <= machine.per_node)
     across = _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > machine.per_node)
     if machine.nodes == 1 or states > room or inside is None or across is None:
@@ -179,9 +180,9 @@ def _one_node(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None
     )
 
 
-def _links_between(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _links_between(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether links between nodes decide as the guide says; None on one node, or where one way fits only."""
-    machine = priced.hardware
+    machine = asked.hardware
     alone = _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1)
     several = _first(found, lambda of: of.pp > 1)
     if machine.between is None or machine.nodes == 1 or alone is None or several is None:
@@ -213,7 +214,7 @@ def _zero(found: Sequence[FoundLayout]) -> Rule | None:
     )
 
 
-def _single(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _single(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     """Return what recomputation or offload buys, which one device can do by itself; None where the best has none."""
     best = found[0]
     if best.layout.recompute == "none" and best.layout.offload == "none":

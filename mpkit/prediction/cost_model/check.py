@@ -5,30 +5,20 @@ What may be changed of a plan so that it fits, and what the categories of memory
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from mpkit.devices.hardware import Device, Hardware
-from mpkit.plan.kinds import CONTIGUOUS, every, real, whole
+from mpkit.devices.hardware import Hardware
+from mpkit.plan.kinds import CONTIGUOUS, METHODS, every, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layer import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
-from mpkit.prediction.cost_model.stack import Stack
+from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = [
-    "MEANING",
-    "can_divide_experts",
-    "can_divide_heads",
-    "changes",
-    "check_length",
-    "check_plan",
-    "check_products",
-    "check_trainable",
-    "checked_layout",
-    "checked_load",
-]
+    "MEANING", "can_divide_experts", "can_divide_heads", "changes", "check_length", "check_plan", "checked_layout",
+]  # fmt: skip
 
 UNPRICED = {
     "data_parallel": "nn.DataParallel gathers all outputs on one rank and sends it the weights of each step",
@@ -48,48 +38,15 @@ def check_plan(plan: object) -> None:
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 8)")
 
 
-def check_trainable(trainable: object) -> None:
-    """Check that a share of the parameters is one.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(trainable, bool) or not isinstance(trainable, int | float) or not 0 < trainable <= 1:
-        raise ValueError(
-            f"trainable={trainable!r}: the share of the parameters that is trained, such as 0.01 for LoRA"
-        )
-
-
-def check_products(stack: Stack, device: Device) -> None:
-    """Check that a device computes in the 8 or 4 bits of a stack.
-
-    Raises:
-        ValueError: it does not, or both are asked for.
-    """
-    dtype, switch = ("float4", "fp4") if stack.fp4 else ("float8", "fp8")
-    if stack.fp8 and stack.fp4:
-        raise ValueError("stack_of(fp8=True, fp4=True): products run in one of them; fp4=True alone is NVFP4")
-    if stack.scaling not in CONVERTED:
-        raise ValueError(f"stack_of(scaling={stack.scaling!r}): one of {', '.join(map(repr, CONVERTED))}")
-    if (stack.fp8 or stack.fp4) and dtype not in device.peak:
-        raise ValueError(
-            f"stack={stack.name!r} with {switch}=True multiplies in {dtype}, and no rate of {device.name} in it is "
-            f"known: {switch}=False, or hardware={'8x-b200-nvlink' if stack.fp4 else '8x-h100-nvlink'!r}"
-        )
-
-
-def checked_layout(
-    model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, trainable: float = 1.0,
-    expert_load: float | None = None,
-) -> Layout:  # fmt: skip
+def checked_layout(asked: Workload, plan: Plan) -> Layout:
     """Return the layout of a plan that can work.
 
     Raises:
         ValueError: it cannot; the message says why, and what would.
     """
-    if (whole(sequence) or 0) < 1:
-        raise ValueError(f"sequence={sequence!r}: tokens per sample, a whole number, 1 or more")
-    check_trainable(trainable)
+    model, hardware = asked.model, asked.hardware
+    if (whole(asked.sequence) or 0) < 1:
+        raise ValueError(f"sequence={asked.sequence!r}: tokens per sample, a whole number, 1 or more")
     if plan.ranks > hardware.devices:
         raise ValueError(
             f"{plan!r} needs {plan.ranks} devices, and {hardware.name} has {hardware.devices}. "
@@ -109,14 +66,16 @@ def checked_layout(
             f"tp={plan.tp} does not divide {model.heads} attention heads and an MLP of {model.ffn}: tp={fits[-1]} does"
         )
     if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
-        fits = [
-            n
-            for n in range(1, plan.ep)
-            if model.experts and not model.experts % n and not plan.mesh.edp * plan.ep % n
-        ]
+        every_ep = range(1, plan.ep) if model.experts else ()
+        fits = [n for n in every_ep if not model.experts % n and not plan.mesh.edp * plan.ep % n]
         raise ValueError(
             f"ep={plan.ep} ranks cannot hold equally many of {model.experts} experts per layer: "
             f"ep={max(fits, default=1)}" + ("" if model.experts else ", since this model has none")
+        )
+    if asked.load > plan.ep > 1:
+        raise ValueError(
+            f"expert_load={asked.load:g}: if one of ep={plan.ep} ranks has all rows, that is {plan.ep} times the mean; "
+            f"expert_load={plan.ep}"
         )
     if every(plan.recompute) > model.layers:
         raise ValueError(
@@ -127,33 +86,12 @@ def checked_layout(
         most = model.layers // plan.virtual_stages
         either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
         raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
-    _check_sequence(model, plan, sequence)
-    _check_ulysses(model, plan)
-    return layout_of(plan, global_batch, trainable, checked_load(expert_load, model, plan.ep))
-
-
-def checked_load(load: object, model: Architecture, ep: int = 1) -> float:
-    """Return the rows of the busiest of ep ranks that divide experts, divided by the mean; None: 1.
-
-    Raises:
-        ValueError: it is no such ratio, or the model has no experts.
-    """
-    if load is None:
-        return 1.0
-    ratio = real(load)
-    if ratio is None or not 1 <= ratio < float("inf"):
-        raise ValueError(
-            f"expert_load={load!r:.80}: rows of the busiest rank that divides experts, divided by the mean, 1 or more, "
-            "such as expert_load=1.4; of a run, run.expert_load has the rows"
-        )
-    if not model.experts:
-        raise ValueError(f"expert_load={load!r} says how busy experts are, and this model has none")
-    if ratio > ep > 1:
-        raise ValueError(
-            f"expert_load={ratio:g}: if one of ep={ep} ranks has all rows, that is {ep} times the mean; "
-            f"expert_load={ep}"
-        )
-    return float(ratio)
+    check_length(model, asked.sequence)
+    _check_sequence(model, plan, asked.sequence)
+    layout = layout_of(plan, asked.global_batch, asked.trainable, asked.load)
+    if model.whole_experts and layout.ep == 1:
+        layout = replace(layout, etp=1, alike=True)
+    return replace(layout, head=asked.head) if asked.head else layout
 
 
 def _check_unpriced(plan: Plan) -> None:
@@ -187,14 +125,12 @@ def check_length(model: Architecture, sequence: int) -> None:
 
 
 def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
-    """Check that the ranks of a plan can share sequences of so many tokens, as trainings do.
+    """Check that the ranks of a plan can share sequences of so many tokens, and for Ulysses the heads, as trainings do.
 
     Raises:
-        ValueError: they cannot, or the model has no positions for so many.
+        ValueError: they cannot.
     """
-    check_length(model, sequence)
-    blocks = plan.cp == 1 or plan.cp_order == CONTIGUOUS
-    pieces = 1 if blocks else 2
+    pieces = 1 if plan.cp == 1 or plan.cp_order == CONTIGUOUS else 2
     parts = plan.cp * max(pieces, plan.tp if plan.sequence_parallel else 1)
     if sequence % parts:
         divides = f"cp={plan.cp}" if plan.cp > 1 else ""
@@ -204,20 +140,11 @@ def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
             divides += f"{' and ' if divides else ''}tp={plan.tp} with sequence_parallel=True"
         near = sequence // parts * parts or parts
         raise ValueError(f"{divides} does not divide sequences of {sequence} tokens: sequence={near} does")
-
-
-def _check_ulysses(model: Architecture, plan: Plan) -> None:
-    """Check that the ranks of a plan can divide the heads as Ulysses does.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    ulysses = plan.cp if plan.cp_method == "ulysses" else 1
-    if not can_divide_heads(model, plan.tp, ulysses):
+    if plan.cp_method != METHODS[0] and not can_divide_heads(model, plan.tp, plan.cp):
         heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
         raise ValueError(
-            f"cp_method={plan.cp_method!r}: {ulysses} of cp={plan.cp} ranks cannot divide {heads} heads of queries and "
-            f"{of_keys} of keys; cp_method='ring' divides none"
+            f"cp_method={plan.cp_method!r}: cp={plan.cp} ranks cannot divide {heads} heads of queries and {of_keys} of "
+            "keys; cp_method='ring' divides none"
         )
 
 
@@ -243,7 +170,6 @@ def can_divide_experts(model: Architecture, tp: int) -> bool:
 
 
 def _short(hardware: Hardware) -> str:
-
     from mpkit.devices.catalogue.machines import device_names
 
     names = (short for short, row in device_names().items() if row["device"] == hardware.device.name)

@@ -1,6 +1,6 @@
 """Estimate: a step's time and memory of any plan on any hardware, with the band that the prediction keeps within.
 
-read        the architecture, the layout of the plan, the machine, the stack and its preset
+read        the architecture, the machine, the stack and its preset (`mpkit.prediction.cost_model.workload`)
 check       what cannot be: too few devices, heads that do not divide, more stages than layers
 time        layers priced once and composed (`mpkit.prediction.cost_model.step`)
 memory      by rank and category (`mpkit.prediction.cost_model.memory`)
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -23,25 +23,25 @@ from mpkit.common.tracebacks import public
 from mpkit.common.units import memory_share, memory_text, percent, seconds, wrapped
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
+from mpkit.plan.kinds import real
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
-from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
-from mpkit.prediction.cost_model.check import MEANING, changes, check_plan, check_products, checked_layout
-from mpkit.prediction.cost_model.known_models import architecture_of
+from mpkit.prediction.cost_model.check import MEANING, changes, check_plan, checked_layout
 from mpkit.prediction.cost_model.layer import peak_of
-from mpkit.prediction.cost_model.layout import Layout, model_under
-from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, MemoryModel
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD
 from mpkit.prediction.cost_model.preset import FEW, Preset, preset_for, presets
 from mpkit.prediction.cost_model.stack import Stack, stack_for
-from mpkit.prediction.cost_model.step import StepModel, StepTime
+from mpkit.prediction.cost_model.step import StepTime
+from mpkit.prediction.cost_model.workload import Workload, workload_of
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Estimate", "Remedy", "estimate", "estimate_checked", "fits"]
+__all__ = ["Estimate", "Remedy", "estimate", "estimate_of", "fits"]
 
 MOST_SAMPLES = 1 << 20
 """The most samples per micro-batch that `Estimate.largest_microbatch` tries."""
@@ -64,26 +64,21 @@ class Remedy:
     estimate: Estimate
 
 
-@dataclass(frozen=True)
-class Estimate(DrawnResult, Answer):
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Workload, DrawnResult, Answer):
     """The prediction of a step: whether it fits, how long it takes, with its band, and where time and memory go.
 
-    It is true if the plan fits; it prints, and is a picture in a notebook.
+    It is true if the plan fits; it prints, and is a picture in a notebook. It has what was asked for, as a `Workload`.
 
     Attributes:
-        model, plan, hardware, sequence, tokens: what was asked for.
+        plan: how training is divided.
         layout: the plan's degrees, with the samples of a micro-batch.
-        stack, preset: what the software does, and the constants with what they were fitted on.
         step: seconds by stage and by cause.
+        tokens: how many are trained on in all; 0: nobody asks.
     """
 
-    model: Architecture
     plan: Plan
-    hardware: Hardware
-    sequence: int
     layout: Layout
-    stack: Stack
-    preset: Preset
     step: StepTime = field(repr=False)
     tokens: float = 0.0
 
@@ -113,8 +108,7 @@ class Estimate(DrawnResult, Answer):
         if not 0 < own.rows < FEW:
             return own.band
         others = [each.constants for each in presets().values() if each.rows >= FEW]
-        asked = self.model, self.sequence, self.hardware, self.stack
-        took = [StepModel(*asked, each).step(self.layout).seconds for each in others]
+        took = [replace(self.time_model, constants=each).step(self.layout).seconds for each in others]
         return max(own.band, float(quantile([abs(each / self.step_time - 1) for each in took], 0.9)))
 
     @property
@@ -125,7 +119,7 @@ class Estimate(DrawnResult, Answer):
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks together."""
-        return self.layout.global_batch * self.sequence / self.step_time
+        return self.global_batch * self.sequence / self.step_time
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -135,7 +129,7 @@ class Estimate(DrawnResult, Answer):
         fourth forward where everything is recomputed.
         """
         forward = self.model.forward_flops(self.sequence, causal=False)
-        flops = 3 * self.layout.global_batch * forward
+        flops = 3 * self.global_batch * forward
         return flops / self.step_time / self.layout.ranks / 1e12
 
     @property
@@ -159,7 +153,7 @@ class Estimate(DrawnResult, Answer):
     @cached_property
     def stage_memory(self) -> list[dict[str, float]]:
         """Bytes by category for a rank of each stage."""
-        return MemoryModel(self.model, self.sequence, self.stack, self.hardware.device).stages(self.layout)
+        return self.memory_model.stages(self.layout)
 
     @property
     def memory(self) -> Sequence[dict[str, float]]:
@@ -171,11 +165,6 @@ class Estimate(DrawnResult, Answer):
     def peak_memory(self) -> float:
         """Bytes at the peak of the rank with most."""
         return max(sum(memory.values()) for memory in self.stage_memory)
-
-    @property
-    def available(self) -> float:
-        """Bytes of a device's memory; infinite where the catalogue does not know it, as of a CPU."""
-        return float(self.hardware.device.memory or inf)
 
     @property
     def needed(self) -> float:
@@ -228,29 +217,6 @@ class Estimate(DrawnResult, Answer):
             ]
         return min(working, key=lambda remedy: remedy.estimate.step_time, default=None)
 
-    def against(self, other: Plan) -> str:
-        """Say why this plan needs more or less than another one, by category, on the fullest rank of each.
-
-        Args:
-            other: the other plan.
-
-        >>> gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257}
-        >>> mine = fits(gpt2, Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=8, sequence=1024, stack="deepspeed")
-        >>> print(mine.against(Plan(dp=8, zero=2)).splitlines()[0])
-        Plan(dp=8, zero=3, precision='bf16') needs 79.2 MiB more than Plan(dp=8, zero=2, precision='bf16')
-        """
-        theirs = self._changed(other, self.layout.global_batch)
-        mine, their = self.memory[self.fullest], theirs.memory[theirs.fullest]
-        more = sum(mine.values()) - sum(their.values())
-        lines = [
-            f"{self.plan!r} needs {memory_text(abs(more))} {'more' if more > 0 else 'less'} than {theirs.plan!r}"
-        ]
-        for name in sorted(CATEGORIES, key=lambda name: -abs(mine[name] - their[name])):
-            change = (mine[name] - their[name]) / 2**30
-            if abs(change) >= 0.005:
-                lines.append(f"  {change:+8.2f} GiB  {name}: {MEANING[name]}")
-        return "\n".join(lines)
-
     def margin(self, memory: Mapping[str, float]) -> float:
         """Return the bytes that fragmentation takes beside this memory."""
         return FRAGMENTATION * sum(memory.values())
@@ -262,20 +228,15 @@ class Estimate(DrawnResult, Answer):
                 continue
             with suppress(ValueError):  # this plan or batch cannot be changed so
                 changed = change_plan(plan, **values)
-                yield Remedy(changed, change, self._changed(changed, self.layout.global_batch))
+                yield Remedy(changed, change, self._changed(changed, self.global_batch))
 
     def _changed(self, plan: Plan, batch: int) -> Estimate:
         """Return the estimate of another plan or batch, otherwise as this one."""
-        stack: Stack = self.stack
-        preset: Preset | None = self.preset
-        if stack.name not in FOLLOW:
-            plan = replace(plan, precision=self.plan.precision)
-        elif plan.precision != self.plan.precision:
-            stack, preset = stack_for(plan)[0], None
-        return estimate_checked(
-            self.model, plan, self.hardware, batch, self.sequence, stack, preset, self.layout.trainable,
-            self.layout.load if self.model.experts else None,
-        )  # fmt: skip
+        asked: Workload = replace(self, global_batch=batch)
+        if plan.precision != self.plan.precision:
+            stack = stack_for(plan)[0]
+            asked = replace(asked, stack=stack, preset=preset_for(self.hardware.device.name, stack.name))
+        return estimate_of(asked, plan)
 
     # ---- pictures
 
@@ -355,7 +316,9 @@ class Estimate(DrawnResult, Answer):
     def __str__(self) -> str:
         low, high = self.band
         name, memory = self.model.name or "the model", self.memory[self.fullest]
-        shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
+        shares = ", ".join(
+            f"{cause} {percent(part / self.step_time)}" for cause, part in list(self.because.items())[:5]
+        )
         unless = "" if self else ", if it had the memory"
         lines = [
             f"{name} with {self.plan!r} {self.verdict} {self.hardware.name}: {self.share_words} on rank {self.fullest}"
@@ -363,7 +326,7 @@ class Estimate(DrawnResult, Answer):
         lines += [self.remedy_words] if not self else []
         lines += [
             f"{self.model.parameters / 1e9:.3g} B parameters in {8 * self.stack.element} bits, "
-            f"{self.layout.global_batch} samples of {self.sequence} tokens per step",
+            f"{self.global_batch} samples of {self.sequence} tokens per step",
             f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({self.origin}){unless}",
             f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
             f"MFU {percent(self.mfu)}",
@@ -388,7 +351,7 @@ class Estimate(DrawnResult, Answer):
 
     def _states(self) -> float:
         """Return the bytes of parameters, gradients and states of the whole model."""
-        trained = (self.stack.gradient + self.stack.states) * self.layout.trainable
+        trained = (self.stack.gradient + self.stack.states) * self.trainable
         return self.model.parameters * (self.stack.element + trained)
 
     @property
@@ -396,16 +359,12 @@ class Estimate(DrawnResult, Answer):
         """What the data is taken to be, in words: of "experts", where there are any."""
         if not self.model.experts:
             return {}
-        busiest, ep = self.layout.busiest, self.layout.ep
-        even = "uniform routing"
-        if self.layout.load > 1:
-            even = f"the busiest of ep={ep} ranks has {busiest:.2f} times the mean rows"
+        ep, even = self.layout.ep, "uniform routing"
+        if self.load > 1:
+            even = f"the busiest of ep={ep} ranks has {self.layout.busiest:.2f} times the mean rows"
             if ep == 1:
                 even = "uneven routing, which is the same work for ranks that hold all experts (ep=1)"
         return {"experts": even}
-
-    def _first(self, n: int) -> list[tuple[str, float]]:
-        return list(self.because.items())[:n]
 
 
 @public
@@ -430,7 +389,7 @@ def estimate(
         hardware: a machine, or its name.
         global_batch: samples per step, over all replicas.
         sequence: tokens per sample.
-        stack: the software: a name of `mpkit.prediction.cost_model.stack.STACKS`, or a Stack; None: PyTorch.
+        stack: the software: a name of `mpkit/prediction/cost_model/stacks.toml`, or a Stack; None: PyTorch.
         preset: constants of one's own, from `mk.calibrate`; None: those that ship for the device and the stack.
         trainable: the share of the parameters that is trained, less than 1 for LoRA or frozen layers.
         expert_load: how busy experts are: rows of the busiest of ep ranks divided by the mean. None: uniform routing.
@@ -444,32 +403,16 @@ def estimate(
     >>> 0.3 < found.mfu < 0.6 and found.peak_memory < 80e9
     True
     """
-    machine = machine_of(hardware)
     check_plan(plan)
-    chosen, plan = stack_for(plan, stack, machine.device.half)
-    if preset is not None and not isinstance(preset, Preset):
-        raise ValueError(
-            f"estimate(preset={preset!r}): constants of one's own, from mk.calibrate(...), or left out"
-        )
-    sizes = architecture_of(model, trainable=trainable)
-    found = estimate_checked(
-        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, expert_load
-    )
-    return replace(found, tokens=_checked_tokens(tokens))
-
-
-def _checked_tokens(tokens: object) -> float:
-    """Return how many tokens are trained on in all; 0: nobody asks.
-
-    Raises:
-        ValueError: it is no such number.
-    """
-    is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
-    if not is_number or not 0 <= float(tokens) < inf:  # type: ignore[arg-type]
+    total = real(tokens)
+    if total is None or not 0 <= total < inf:
         raise ValueError(
             f"estimate(tokens={tokens!r}): how many tokens are trained on in all, such as tokens=1e12"
         )
-    return float(tokens)  # type: ignore[arg-type]
+    machine = machine_of(hardware)
+    chosen, plan = stack_for(plan, stack, machine.device.half)
+    asked = workload_of(model, machine, chosen, preset, global_batch, sequence, trainable, expert_load)
+    return estimate_of(asked, plan, total)
 
 
 @public
@@ -498,23 +441,13 @@ def fits(
     return estimate(model, plan, hardware, global_batch=global_batch, sequence=sequence, **asked)
 
 
-def estimate_checked(
-    model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
-    preset: Preset | None = None, trainable: float = 1.0,
-    expert_load: float | None = None,
-) -> Estimate:  # fmt: skip
-    """Return the estimate of what `estimate` has read.
+def estimate_of(asked: Workload, plan: Plan, tokens: float = 0.0) -> Estimate:
+    """Return the estimate of a plan.
 
     Raises:
         ValueError: the plan cannot work.
     """
-    check_products(stack, hardware.device)
-    model = model_under(stack, model)
-    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, expert_load)
-    if model.whole_experts and layout.ep == 1:
-        layout = replace(layout, etp=1, alike=True)
-    if stack.by_weight:
-        layout = replace(layout, head=model.head_in_layers)
-    chosen = preset or preset_for(hardware.device.name, stack.name)
-    step = StepModel(model, sequence, hardware, stack, chosen.constants).step(layout)
-    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, step)
+    layout = checked_layout(asked, plan)
+    step = asked.time_model.step(layout)
+    columns = {each.name: getattr(asked, each.name) for each in fields(Workload)}
+    return Estimate(**columns, plan=plan, layout=layout, step=step, tokens=tokens)

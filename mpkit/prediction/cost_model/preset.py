@@ -14,7 +14,7 @@ from importlib.resources import files
 from math import exp, log
 from statistics import geometric_mean
 
-from mpkit.prediction.cost_model.stack import STACKS, Constants
+from mpkit.prediction.cost_model.stack import Constants, stacks
 
 __all__ = [
     "EAGER",
@@ -123,7 +123,7 @@ def prior_of(stack: str, known: Iterable[Preset]) -> Constants:
 
 
 def _is_eager(stack: str) -> bool:
-    return stack in STACKS and STACKS[stack].eager
+    return stack in stacks() and stacks()[stack].eager
 
 
 def _mean(presets: Sequence[Preset]) -> Constants:

@@ -8,21 +8,20 @@ framework; what remains, how well its kernels use a device, is in at most four c
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
+from importlib.resources import files
 
 from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 
-__all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_for", "stack_of", "workspaces"]
+__all__ = ["PRIOR", "Constants", "Stack", "stack_for", "stack_of", "stacks", "workspaces"]
 
 MIB = 2**20
-EAGER_LOSS = 52.0
-"""Bytes per logit that Megatron's vocabulary-parallel cross entropy moves, one operator after another: the copy in 32
-bits 6, the maximum 4, the difference 8, exponentials 8, their sum 4, the quotient 8; the gradient 8, its copy in 16
-bits 6. Source: megatron/mpu/cross_entropy.py at 6985e589; nanotron has the same code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,79 +160,17 @@ class Stack:
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.
 
-        >>> [STACKS[name].blocks(v) for name in ("megatron", "megatron-2021") for v in (1, 2)]
+        >>> [stacks()[name].blocks(v) for name in ("megatron", "megatron-2021") for v in (1, 2)]
         [True, False, True, True]
         """
         return self.blocking_p2p and not (self.posts_ahead and virtual_stages > 1)
 
 
-STACKS = {
-    stack.name: stack
-    for stack in (
-        Stack("pytorch", eager=True, early_stop=True, overlaps_pairs=True),
-        Stack(
-            "pytorch-fp32",
-            eager=True,
-            element=4,
-            gradient=4,
-            reduced=4,
-            states=8,
-            logits=12,
-            early_stop=True,
-            overlaps_pairs=True,
-        ),
-        # SC'21's own scripts: fp16 gradients, torch's DDP without stages and Megatron's own with them.
-        Stack(
-            "megatron-2021",
-            fused=False,
-            staged_overlap=False,
-            gathers_ahead=3,
-            converted=4,
-            dropout=True,
-            loss=EAGER_LOSS,
-            blocking_p2p=True,
-            scatter_gather=True,
-        ),
-        Stack(
-            "megatron",
-            gradient=4,
-            reduced=4,
-            gathers_ahead=1,
-            bucket_by_replicas=True,
-            converts_once=True,
-            blocking_p2p=True,
-            posts_ahead=True,
-            logits=6,
-            gates=3,
-            sent=1,
-            routing=13,
-            weighs_inside=True,
-            grouped=True,
-            placeholders=True,
-            transformer_engine=True,
-            divides_experts=True,
-            overlaps_pairs=True,
-        ),
-        Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True, gathers_ahead=3),
-        Stack("deepspeed", partition=5e8, gathers_ahead=3),
-        Stack("llm-foundry", gradient=4, reduced=4, early_stop=True),
-        Stack("llm-foundry-pure", states=4, early_stop=True),
-        Stack(
-            "nanotron",
-            gradient=4,
-            reduced=4,
-            async_tp=True,
-            gathers_ahead=3,
-            blocking_p2p=True,
-            copies=2,
-            loss=EAGER_LOSS,
-            by_weight=True,
-        ),
-        Stack("torchtitan", eager=True, gradient=4, reduced=4, early_stop=True, divides_experts=True),
-        Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True, divides_experts=True),
-    )
-}
-"""The stacks whose published steps were looked at, and plain PyTorch, by name."""
+@cache
+def stacks() -> Mapping[str, Stack]:
+    """Return the stacks whose published steps were looked at, and plain PyTorch, by name."""
+    text = files("mpkit.prediction.cost_model").joinpath("stacks.toml").read_text(encoding="utf-8")
+    return {name: Stack(name, **facts) for name, facts in tomllib.loads(text).items()}
 
 
 def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
@@ -248,15 +185,15 @@ def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
     if isinstance(stack, Stack):
         return replace(stack, **changes)  # type: ignore[arg-type]
     name = "pytorch" if stack is None else stack
-    if name not in STACKS:
-        near = get_close_matches(str(name), STACKS, 1)
+    if name not in stacks():
+        near = get_close_matches(str(name), stacks(), 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"stack={stack!r} is none of {', '.join(map(repr, STACKS))}.{hint}")
+        raise ValueError(f"stack={stack!r} is none of {', '.join(map(repr, stacks()))}.{hint}")
     known = [field.name for field in fields(Stack)]
     for change in changes:
         if change not in known:
             raise ValueError(f"a stack has no {change!r}: it has {', '.join(known)}")
-    return replace(STACKS[name], **changes)  # type: ignore[arg-type]
+    return replace(stacks()[name], **changes)  # type: ignore[arg-type]
 
 
 def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") -> tuple[Stack, Plan]:

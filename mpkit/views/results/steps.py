@@ -167,10 +167,10 @@ def advice_chart(advice: Advice) -> Chart:
     """Return step time against memory: every plan that fits, and those than which none is both faster and smaller."""
     shown = advice.found[:MOST]
     frontier = sorted(
-        (advice.fullest_bytes(guess), guess.step_time, repr(plan))
+        (guess.needed, guess.step_time, repr(plan))
          for plan in advice.frontier for guess in [advice.estimate(plan)]
     )  # fmt: skip
-    room = advice.priced.whole
+    room = advice.asked.available
     every = Series(
         f"the {len(shown):,} fastest of {len(advice.found):,} plans that fit", [each.seconds for each in shown], GREY,
         "dots", at=[each.memory for each in shown],
