@@ -92,9 +92,8 @@ def token_routes(trace: Trace, layer: str = "", step: int = -1) -> TokenRoutes:
     counted = [int(rank) for rank in np.flatnonzero(sent.sum(axis=(0, 2)))]
     groups = {rank: (rank,) if mesh is None or mesh.ep == 1 else mesh.group(rank, "ep") for rank in counted}
     ranks = tuple(sorted({rank for group in groups.values() for rank in group}))
-    places = np.argsort(load.orders.get(name, range(columns))).tolist()
     owners = tuple(
-        tuple(group[place * len(group) // columns] for place in places)
+        tuple(group[place * len(group) // columns] for place in range(columns))
         for group in (groups.get(rank, (rank,)) for rank in ranks)
     )
     number = load.first + step % len(sent)

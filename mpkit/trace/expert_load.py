@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.display import DrawnResult, data_frame
-from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
 from mpkit.trace.validation import check_steps
 
@@ -37,21 +36,14 @@ class ExpertLoad(DrawnResult):
         sent: by layer [steps, ranks, experts], the rows of each rank's tokens that each expert computed.
         first: the number of the first step.
         dropped: by layer [steps], the choices beyond experts' capacity, where there are any.
-        orders: by layer, the experts, one rank's after the other's, where it is not their own order.
 
     Attributes:
-        sent, first, dropped, orders: as given.
+        sent, first, dropped: as given.
         rows: by layer [steps, experts], the rows that each expert computed.
     """
 
-    def __init__(
-        self,
-        sent: dict[str, Rows],
-        first: int,
-        dropped: dict[str, Rows] | None = None,
-        orders: Mapping[str, list[int]] | None = None,
-    ) -> None:
-        self.sent, self.first, self.dropped, self.orders = sent, first, dropped or {}, dict(orders or {})
+    def __init__(self, sent: dict[str, Rows], first: int, dropped: dict[str, Rows] | None = None) -> None:
+        self.sent, self.first, self.dropped = sent, first, dropped or {}
         self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
     def imbalance(self, layer: str) -> Rows:
@@ -108,12 +100,12 @@ class ExpertLoad(DrawnResult):
     __repr__ = DrawnResult.__str__
 
 
-def expert_load_of(ranks: Sequence[RankTrace], orders: Mapping[str, list[int]]) -> ExpertLoad:
+def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
     """Return the rows of all ranks together, of the steps that every rank has counted.
 
     Raises:
         ValueError: no rank has counted any.
-        TraceError: what is recorded is far too little for as many steps as it tells of, or an order is none.
+        TraceError: what is recorded is far too little for as many steps as it tells of.
     """
     counts: dict[str, dict[tuple[int, int, int], float]] = {}
     beyond: dict[tuple[str, int], float] = {}  # by layer and step
@@ -151,11 +143,4 @@ def expert_load_of(ranks: Sequence[RankTrace], orders: Mapping[str, list[int]]) 
         layer: np.array([beyond.get((layer, first + step), 0.0) for step in range(steps)])
         for layer in dict.fromkeys(layer for layer, _ in beyond)
     }
-    for layer, order in orders.items():
-        numbers = set(range(sent[layer].shape[2])) if layer in sent else set()
-        if layer in sent and (len(order), set(order)) != (len(numbers), numbers):
-            raise TraceError(
-                f"it says that the experts of {layer} are in the order {order!r:.60}: every expert stands there, and "
-                f"{sent[layer].shape[2]} numbers, of which each has rows"
-            )
-    return ExpertLoad(sent, first, dropped, orders)
+    return ExpertLoad(sent, first, dropped)

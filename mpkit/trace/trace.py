@@ -91,7 +91,7 @@ class Trace:
         Raises:
             ValueError: the model has no experts, or no step is done.
         """
-        return expert_load_of(self.ranks, self.meta.get("expert_order", {}))
+        return expert_load_of(self.ranks)
 
     @property
     def stop(self) -> Stop | None:

@@ -32,7 +32,7 @@ _LANES = np.array([lane_of(kind) for kind in range(256)], np.uint8)
 _META: dict[str, type] = {
     "device": str, "hardware": str, "dtype": str, "plan": str, "axes": dict, "imported": dict, "mesh": dict,
     "fake": dict, "waiting": list, "stages": list, "clocks": list, "gpus_not_sampled": str, "batch_size": int,
-    "expert_order": dict, "failed": str,
+    "failed": str,
 }  # fmt: skip
 """What is read of a run, with its type in JSON."""
 
@@ -65,11 +65,6 @@ def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
         raise TraceError(
             f"it says proof={meta['proof']!r:.60}: steps, differences and words as mpkit writes them are wanted"
         )
-    for name, order in meta.get("expert_order", {}).items():
-        if not isinstance(order, list) or any(type(expert) is not int for expert in order):
-            raise TraceError(
-                f"it says that the experts of {name!r:.60} are in the order {order!r:.60}: a list is wanted"
-            )
     if ranks is not None and "replicas" in meta:
         try:
             right = sorted(rank for replica in meta["replicas"] for rank in replica) == list(range(ranks))

@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -63,7 +62,7 @@ def test_what_others_put_there_stays(clusters: Clusters, tmp_path: Path) -> None
     (folder / "notes.partial").write_text("a file")
     elsewhere.mkdir()
     (elsewhere / "rank-0.pt").write_text("precious")
-    (folder / "in-use.partial").symlink_to(elsewhere / "rank-0.pt")
+    (folder / "step-00000005.mine").symlink_to(elsewhere)
     (folder / "step-00000004.partial").mkdir()  # what a save that was cut short leaves
     (folder / "step-00000004.partial" / "rank-1.pt").write_text("half")
     before = contents(folder)
@@ -115,17 +114,6 @@ def test_another_trainings_checkpoints_are_refused_unless_it_is_resumed(
     assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000023"}
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
-    victim, folder = tmp_path / "victim", tmp_path / "saved"
-    folder.mkdir()
-    for make in (lambda path: path.symlink_to(victim), lambda path: path.hardlink_to(victim)):
-        victim.write_text("precious")
-        make(folder / "in-use.partial")
-        FolderLock(folder).release()
-        assert victim.read_text() == "precious"
-        (folder / "in-use.partial").unlink()
-
-
 def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
     clusters: Clusters, tmp_path: Path
 ) -> None:
@@ -152,15 +140,12 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> Non
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=f"process {holder.pid} on {socket.gethostname()}"):
+        with pytest.raises(ValueError, match=r"in use by another training: .*save elsewhere"):
             FolderLock(tmp_path)
         rank = FolderLock(tmp_path, joins=True)  # what that training's rank 0 does
         holder.send_signal(signal.SIGKILL)
-    assert (tmp_path / "in-use.partial").exists(), "it had no time to clean up"
-    rank._folder = tmp_path / "nowhere"  # it ends without cleaning up either
     rank.release()
     FolderLock(tmp_path).release()
-    assert not (tmp_path / "in-use.partial").exists()
 
 
 # ---- Saves cut short: a rank, or the whole run, is killed at some moment, and the last whole one is there.

@@ -30,7 +30,7 @@ __all__ = ["ExpertBalance", "LayerBalance", "balance_load"]
 class LayerBalance:
     """One layer's experts on GPUs.
 
-    >>> layer = LayerBalance("block0", np.array([6.0, 2.0]), np.array([0, 0, 0, 1]), np.array([0, 1]), gpus=2)
+    >>> layer = LayerBalance("block0", np.array([6.0, 2.0]), np.array([0, 0, 0, 1]), gpus=2)
     >>> layer.load_before.tolist(), layer.load_after.tolist(), layer.moves
     ([6.0, 2.0], [4.0, 4.0], 1)
 
@@ -38,14 +38,12 @@ class LayerBalance:
         name: the layer's name.
         rows: [E], the rows of each expert.
         phy2log: [R], the expert that each slot holds; each GPU has R / gpus neighbouring slots.
-        now: [E], the experts in the order of the GPUs that hold them now.
         gpus: how many there are.
     """
 
     name: str
     rows: Rows
     phy2log: Indices
-    now: Indices
     gpus: int
 
     @property
@@ -62,8 +60,8 @@ class LayerBalance:
     @property
     def held_before(self) -> list[Indices]:
         """By GPU, the experts that it holds now."""
-        gpu_of = np.arange(len(self.now)) * self.gpus // len(self.now)
-        return [self.now[gpu_of == gpu] for gpu in range(self.gpus)]
+        experts = np.arange(len(self.rows))
+        return [experts[experts * self.gpus // len(experts) == gpu] for gpu in range(self.gpus)]
 
     @property
     def load_before(self) -> Rows:
@@ -133,11 +131,6 @@ class ExpertBalance(DrawnResult):
         return sum(float(each.load_after.max()) for each in self.layers) / max(before, 1e-300)
 
     @property
-    def orders(self) -> dict[str, list[int]]:
-        """By layer, the experts in the order of their slots, for `mk.models.place_experts`."""
-        return {each.name: each.phy2log.tolist() for each in self.layers}
-
-    @property
     def moves(self) -> int:
         """How many weights of experts GPUs receive, in all layers."""
         return sum(each.moves for each in self.layers)
@@ -175,8 +168,7 @@ def balance_load(
             )
         rows = steps[max(0, end - window) : end].sum(axis=0)
         found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
-        now = np.array(load.orders.get(name, range(experts)))
-        layer = LayerBalance(name, rows, found[0], now, gpus)
+        layer = LayerBalance(name, rows, found[0], gpus)
         if layer.load_after.max() >= layer.load_before.max():
             kept = np.concatenate([np.resize(here, replicas // gpus) for here in layer.held_before])
             layer = replace(layer, phy2log=kept)

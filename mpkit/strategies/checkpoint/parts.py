@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from mpkit.common.disk import name_full_disk
-from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
+from mpkit.common.exceptions import one_line
+from mpkit.strategies.checkpoint.head import DamagedCheckpoint
 from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
 
-__all__ = ["SavedParts", "check_told", "name_of", "save_new", "write_rank"]
+__all__ = ["SavedParts", "name_of", "save_new", "write_rank"]
 
 
 def name_of(rank: int) -> str:
@@ -78,15 +79,13 @@ class SavedParts:
                 content = torch.load(folder / file, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # of what somebody put in a file's place, reading can raise anything
                 raise DamagedCheckpoint(
-                    f"{file} could not be read without running code, or at all ({type(error).__name__}: "
-                    f"{str(error).splitlines()[0][:100] if str(error) else ''})"
+                    f"{file} could not be read without running code, or at all ({one_line(error):.150})"
                 ) from None
-            if not isinstance(content, dict) or not all(map(_is_part, content.items())):
-                raise DamagedCheckpoint(f"{file} is not what a rank writes")
-            for name, part in content.items():
-                whole, divided, start = part["place"]
-                held = HeldPart(part["tensor"], whole, start, _shard(whole, divided))
-                self._parts.setdefault(name, []).append(held)
+            try:
+                for name, part in content.items():
+                    self._parts.setdefault(str(name), []).append(_held(part["tensor"], *part["place"]))
+            except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+                raise DamagedCheckpoint(f"{file} is not what a rank writes ({one_line(error)})") from None
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is such an entry."""
@@ -121,38 +120,17 @@ class SavedParts:
         into.tensor.copy_(local.reshape(-1)[into.start : into.start + numel])
 
 
-def _is_part(entry: Any) -> bool:
-    """Return whether an entry of a file is a part, whose place is within its whole."""
-    name, part = entry
-    if not isinstance(name, str) or not isinstance(part, dict) or set(part) != {"tensor", "place"}:
-        return False
-    tensor, place = part["tensor"], part["place"]
-    if not (type(tensor) is Tensor and tensor.dim() == 1 and isinstance(place, tuple) and len(place) == 3):
-        return False
-    whole, divided, start = place
-    if not (_are_counts(whole) and isinstance(divided, tuple) and _are_counts((start,))):
-        return False
-    for each in divided:
-        if not (isinstance(each, tuple) and len(each) == 2 and each[0] in range(len(whole))):
-            return False
-        dim, ranges = each
-        if not (isinstance(ranges, tuple) and all(_are_counts(r) and len(r) == 2 for r in ranges)):
-            return False
-        if not all(first <= last <= whole[dim] for first, last in ranges):
-            return False
-    shard = _shard(whole, divided)
-    return bool(start + tensor.numel() <= prod(shard.shape if shard else whole))
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, tuple) and all(type(value) is int and 0 <= value < 2**48 for value in values)
-
-
-def _shard(whole: tuple[int, ...], divided: tuple[Any, ...]) -> Shard | None:
+def _held(tensor: Tensor, whole: tuple[int, ...], divided: tuple[Any, ...], start: int) -> HeldPart:
+    """Return a part, whose place has to be within its whole."""
     shard: Shard | None = None
     for dim, ranges in reversed(divided):
-        shard = Shard(whole, dim, tuple(range(*each) for each in ranges), shard)
-    return shard
+        shard = Shard(tuple(whole), dim, tuple(range(*each) for each in ranges), shard)
+    local = (
+        torch.empty(whole, device="meta") if shard is None else shard.take(torch.empty(whole, device="meta"))
+    )
+    if tensor.dim() != 1 or not 0 <= start <= local.numel() - tensor.numel():
+        raise ValueError(f"a part of {tensor.numel()} elements from {start} on, of {local.numel()}")
+    return HeldPart(tensor, tuple(whole), start, shard)
 
 
 def _whole(name: str, shape: tuple[int, ...], parts: list[HeldPart]) -> Tensor:
@@ -164,24 +142,3 @@ def _whole(name: str, shape: tuple[int, ...], parts: list[HeldPart]) -> Tensor:
     if not bool(put_together(ones).all()):
         raise DamagedCheckpoint(f"parts of {name} lie over each other")
     return put_together(parts)
-
-
-def check_told(head: CheckpointHead, saved: SavedParts) -> None:
-    """Check that a checkpoint has the tensors that its head names: parameters, buffers and random states.
-
-    Raises:
-        DamagedCheckpoint: a tensor is missing, or has another size.
-    """
-    wanted = {
-        f"{kind}/{name}": prod(map(int, form[1 : form.index("]")].split(", "))) if form[1] != "]" else 1
-        for kind, facts in (("weight", head.facts["trained"]), ("model", head.facts["others"]))
-        for name, form in facts.items()
-    }
-    for name, numel in wanted.items():
-        if (there := saved.numel(name)) != numel:
-            raise DamagedCheckpoint(f"its {HEAD} tells of {numel} elements of {name}, and {there} are there")
-    for rank in range(head.world_size):
-        if f"random/{rank}" not in saved:
-            raise DamagedCheckpoint(
-                f"its {HEAD} tells of {head.world_size} ranks; rank {rank}'s random state is not there"
-            )

@@ -14,8 +14,7 @@ With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`m
 the layer returns is a partial sum then, weights included, and is summed over tp.
 
 Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
-of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order
-(`mpkit.models.place_experts`); then a choice is first replaced by the place of its expert.
+of no expert (E) is a dropped one, and does not travel.
 `mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
@@ -40,7 +39,7 @@ from torch.nn import functional as F
 
 from mpkit.common.torch_private import FakeTensor, _DropoutNd
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.models.experts import MixtureOfExperts, count_rows, order_of_experts
+from mpkit.strategies.models.experts import MixtureOfExperts, count_rows
 from mpkit.strategies.stage.shard import Shard
 
 __all__ = [
@@ -158,14 +157,11 @@ def divide_experts(
     local: dict[int, nn.Parameter] = {}
     for name, module in find_experts(model).items() if group.size > 1 else ():
         experts = number_of_experts(module)
-        order, here = order_of_experts(module, experts), experts // group.size
-        places = order[group.index * here : (group.index + 1) * here]
-        held = tuple(range(expert, expert + 1) for expert in places)
-        if places == tuple(range(places[0], places[0] + here)):  # neighbours, as they are by default
-            held = (range(places[0], places[0] + here),)
+        here = experts // group.size
+        held = range(group.index * here, (group.index + 1) * here)
         for inner, parameter in list(module.named_parameters(name)):
             part = (parts or {}).get(inner)
-            shard = Shard(tuple(parameter.shape) if part is None else part.whole, 0, held, part)
+            shard = Shard(tuple(parameter.shape) if part is None else part.whole, 0, (held,), part)
             shards |= dict.fromkeys(aliases[id(parameter)], shard)
             if id(parameter) not in local:
                 mine = replace(shard, across=None).take(parameter.detach())
@@ -175,28 +171,25 @@ def divide_experts(
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)
-        exchanging: Any = partial(_forward, compute, names, order, group)
+        exchanging: Any = partial(_forward, compute, names, experts, group)
         exchanging.__signature__ = names
         module.forward = exchanging
     return shards
 
 
 def _forward(
-    compute: Callable[..., Tensor], names: inspect.Signature, order: tuple[int, ...], group: Communicator,
+    compute: Callable[..., Tensor], names: inspect.Signature, experts: int, group: Communicator,
     *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return what the whole layer makes of this rank's tokens.
 
     Args:
         compute: the layer's own forward, with the experts that are here.
-        order: the experts in the order of their ranks.
+        experts: how many there are on all ranks.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
     """
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]
-    here = len(order) // group.size
-    if order != tuple(range(len(order))):  # number experts by their places; a dropped choice (E) has none
-        place_of = torch.tensor([*order, len(order)], device=chosen.device).argsort()
-        chosen = place_of.to(chosen.dtype)[chosen]
+    here = experts // group.size
     # ---- permute
     order = chosen.flatten().argsort(stable=True)
     # ---- count

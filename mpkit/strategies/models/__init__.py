@@ -2,7 +2,7 @@
 
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.chain import chain, cut, repeated_blocks
-from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
+from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
 from mpkit.strategies.models.networks import MLP, ConvNet, UNet
 
@@ -17,6 +17,5 @@ __all__ = [
     "chain",
     "cut",
     "next_token_loss",
-    "place_experts",
     "repeated_blocks",
 ]

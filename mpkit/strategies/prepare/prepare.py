@@ -23,7 +23,6 @@ from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure, TrainJob
 from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.models.chain import repeated_blocks
-from mpkit.strategies.models.experts import placed_experts
 from mpkit.strategies.models.hooks import parameter_hooks
 from mpkit.strategies.prepare.arguments import (
     TrainOptions,
@@ -147,7 +146,6 @@ def prepare(
         "first_step": how.first_step,
         "seed": how.seed,
         "blocks": [len(chosen_blocks(plan.recompute, blocks)), len(blocks)],
-        "expert_order": placed_experts(sent),
     }
     if isinstance(batches, WholeBatches) and batches.read_in:
         meta["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}

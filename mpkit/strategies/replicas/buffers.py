@@ -20,9 +20,10 @@ from mpkit.common.torch_private import _BatchNorm
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.experts import MixtureOfExperts
+from mpkit.strategies.replicas.part import ReplicatedPart
 from mpkit.strategies.stage.gradient_sync import GradientSync
 
-__all__ = ["BufferedSync", "StatefulBuffers", "broadcast_all", "broadcast_tensors", "unequal_buffers"]
+__all__ = ["BufferedSync", "broadcast_all", "broadcast_tensors", "unequal_buffers"]
 
 
 def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
@@ -36,19 +37,23 @@ def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module.buffers() if id(buffer) not in equal]
 
 
-class StatefulBuffers:
-    """The buffers of a module, and a record of which of them change."""
+class BufferedSync(GradientSync):
+    """Gradients synchronized over replicas, whose buffers become the first one's where they change."""
 
-    def __init__(self, replicas: Communicator, plan: Plan, module: nn.Module) -> None:
-        self._replicas = replicas
-        unequal = {id(buffer): buffer for buffer in unequal_buffers(plan, module)}
+    def __init__(self, held: ReplicatedPart) -> None:
+        super().__init__(held.stages)
+        self._replicas, self._first_of_replicas = held.replicas, held.first_of_replicas
+
+    def watch_buffers(self, held: ReplicatedPart) -> None:
+        """Begin to note which buffers change, once they are the first replica's."""
+        unequal = {id(buffer): buffer for buffer in unequal_buffers(held.plan, held.module)}
         self._of_modules = [
             [unequal.pop(id(buffer)) for buffer in inner.buffers(recurse=False) if id(buffer) in unequal]
-            for inner in module.modules()
+            for inner in held.module.modules()
         ]
         self._versions = [_versions(buffers) for buffers in self._of_modules]
 
-    def synchronize(self) -> None:
+    def synchronize_buffers(self) -> None:
         """Take the first replica's buffers of modules where any changed since the last call; every rank calls it."""
         for i, buffers in enumerate(self._of_modules):
             if _versions(buffers) != self._versions[i]:
@@ -56,21 +61,16 @@ class StatefulBuffers:
                     self._replicas.broadcast(buffer)
                 self._versions[i] = _versions(buffers)
 
-
-class BufferedSync(GradientSync):
-    """Gradients synchronized over replicas, whose buffers become the first one's where they change."""
-
-    _stateful: StatefulBuffers
-
-    def synchronize_buffers(self) -> None:
-        """Take the first replica's buffers where they changed."""
-        self._stateful.synchronize()
-
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """Take the first replica's buffers, with which all replicas evaluate."""
-        self._stateful.synchronize()
+        self.synchronize_buffers()
         yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state on the first replica of each part, and nothing on the others, which hold the same."""
+        self.synchronize_buffers()
+        return self._first_of_replicas(super().state_dict())
 
 
 def _versions(buffers: list[Tensor]) -> list[int]:

@@ -19,12 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
-from mpkit.strategies.replicas.buffers import BufferedSync, StatefulBuffers, broadcast_tensors
+from mpkit.strategies.replicas.buffers import BufferedSync, broadcast_tensors
 from mpkit.strategies.replicas.flat import FlatLayout
 from mpkit.strategies.replicas.part import ReplicatedPart
-from mpkit.strategies.replicas.reducer import Reducer, SummedGradients
+from mpkit.strategies.replicas.reducer import Reducer, WholeGradients
 from mpkit.strategies.replicas.units import fill_buckets
 from mpkit.strategies.stage.gradient_sync import Half
 
@@ -37,22 +35,24 @@ class DDP(BufferedSync):
     reduction: str = "sum"
 
     def __init__(self, held: ReplicatedPart) -> None:
-        super().__init__(held.stages)
-        self._replicas, self._first_of_replicas = held.replicas, held.first_of_replicas
+        super().__init__(held)
         # ---- broadcast
         for replicas, tensors in held.by_replicas():
             broadcast_tensors(replicas, tensors)
-        self._stateful = StatefulBuffers(held.replicas, held.plan, held.module)
+        self.watch_buffers(held)
         # ---- buckets, but for experts that no other rank holds: their gradients are complete after the backward
         shared = [
             p.parameter for p in reversed(self.pieces) if held.holders_of(p.parameter).replicas.size > 1
         ]
         tied, kinds = set(held.tied), held.unit_kinds
         of_one, of_several = [p for p in shared if p not in tied], [p for p in shared if p in tied]
-        record = held.context.record
         self._buckets = [
-            SummedGradients(
-                FlatLayout(bucket, 0, 1), record, held.holders_of(bucket[0]).replicas, stage, self.reduction
+            WholeGradients(
+                FlatLayout(bucket, 0, 1),
+                held.context.record,
+                held.holders_of(bucket[0]).replicas,
+                stage,
+                reduction=self.reduction,
             )
             for parameters, stage in ((of_one, 0), (of_several, None))
             for bucket in fill_buckets(parameters, held.bucket_bytes, kinds)
@@ -79,8 +79,3 @@ class DDP(BufferedSync):
         for bucket in self._buckets:
             for parameter in bucket.zeroed & unused:
                 parameter.grad = None
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first replica of each part, and nothing on the others, which hold the same."""
-        self._stateful.synchronize()
-        return self._first_of_replicas(super().state_dict())

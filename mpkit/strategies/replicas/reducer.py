@@ -10,12 +10,12 @@
 Strategies differ in what they keep:
 
                  which sum                  reduced                           stays
-    Summed       all of it: all-reduce      in the step's last backward       the flat tensor, as in PyTorch's DDP
-    Accumulated  a shard: reduce-scatter    in the step's last backward       the flat tensor, until the next step
-    Sharded      a shard: reduce-scatter    in every backward, as DeepSpeed   the shard, in which sums accumulate
+    DDP          all of it: all-reduce      in the step's last backward       the flat tensor, as in PyTorch's DDP
+    ZeRO-1       a shard: reduce-scatter    in the step's last backward       the flat tensor, until the next step
+    ZeRO-2, 3    a shard: reduce-scatter    in every backward, as DeepSpeed   the shard, in which sums accumulate
 
-DDP is the first, ZeRO-1 the second, ZeRO-2 and 3 the third. A reduce-scatter needs memory of its own, so at most one is
-pending while the next unit fills; of sharded gradients at most two units are whole at a time.
+The first two are `WholeGradients`, the last `ShardedGradients`. A reduce-scatter needs memory of its own, so at most
+one is pending while the next unit fills; of sharded gradients at most two units are whole at a time.
 
 Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes available, we only reduce them on the data
 parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
@@ -27,6 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from mpkit.strategies.replicas.part import arrived_late, unused_error
 from mpkit.strategies.stage.gradient_sync import Half
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["AccumulatedGradients", "Gradients", "Reducer", "ShardedGradients", "SummedGradients"]
+__all__ = ["Gradients", "Reducer", "ShardedGradients", "WholeGradients"]
 
 
 # ---------------------------------------------------------------- one unit
@@ -56,10 +57,11 @@ class Gradients(ABC):
         flat: the flat tensor; after `complete` its shard is this rank's shard of the sum, (k,).
         ready: parameters that have had a gradient in this step.
         missing: parameters whose gradient has not arrived yet, of those that `Reducer` waits for.
-        is_urgent: whether the reduction is completed before the one after the next begins.
+        is_urgent: whether memory is wanted: the reduction is completed before the one after the next begins, and the
+            flat tensor dropped between steps.
     """
 
-    flat: Flat
+    kind_of_flat: ClassVar[type[Flat]] = Flat
     is_urgent = True
 
     def __init__(
@@ -77,14 +79,10 @@ class Gradients(ABC):
         self._work: PendingWork | None = None
         self._is_replicated = False  # whether the sum over the groups has been started in this step
         self._replicating: PendingWork | None = None
-        self.flat = self._new_flat(record)
+        self.flat = self.kind_of_flat(layout, record, "grads", shard_group)
+        if self.is_urgent:
+            self.flat.drop()
         self._views = dict(zip(layout.parameters, self.flat.views, strict=True))
-
-    def _new_flat(self, record: Recorder) -> Flat:
-        """Return a new flat tensor."""
-        flat = Flat(self.layout, record, "grads", self._shard_group)
-        flat.drop()
-        return flat
 
     def begin_step(self) -> None:
         """Drop all gradients and their memory; the backward allocates it as the forward's activations go."""
@@ -97,7 +95,8 @@ class Gradients(ABC):
         self._drop()
 
     def _drop(self) -> None:
-        self.flat.drop()
+        if self.is_urgent:
+            self.flat.drop()
 
     @abstractmethod
     def copy(self, parameter: nn.Parameter) -> None:
@@ -126,11 +125,32 @@ class Gradients(ABC):
             self._replicating = None
 
 
-class AccumulatedGradients(Gradients):
-    """Whole gradients that accumulate in the flat tensor, and are reduced once per step."""
+class WholeGradients(Gradients):
+    """Whole gradients that accumulate in the flat tensor, and are reduced once per step.
+
+    Args:
+        reduction: "sum" or "mean" of an all-reduce in place, whose memory stays, since a backend's thread may hold it;
+            "" for a reduce-scatter, after which the shard is a view of the flat tensor.
+
+    Attributes:
+        zeroed: parameters whose gradient is 0 because none had come when it was reduced.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        record: Recorder,
+        shard_group: Communicator,
+        stage: int | None,
+        replicate_group: Communicator | None = None,
+        reduction: str = "",
+    ) -> None:
+        self._reduction, self.is_urgent = reduction, not reduction
+        self.zeroed: set[nn.Parameter] = set()
+        super().__init__(layout, record, shard_group, stage, replicate_group)
 
     def _drop(self) -> None:
-        self.flat.drop()
+        super()._drop()
         for parameter in self.layout.parameters:
             parameter.grad = None
 
@@ -145,71 +165,33 @@ class AccumulatedGradients(Gradients):
         self.ready.add(parameter)
 
     def start_reduce(self) -> None:
-        """Start the reduce-scatter of the step's gradients; the shard is a view of the flat tensor."""
+        """Start the reduction. In a loop of the user's own, gradients of earlier backwards may be elsewhere."""
         self.flat.allocate()
-        for parameter, view in self._views.items():
-            if parameter not in self.ready:
-                view.zero_()
-        self._work = self._shard_group.reduce_scatter(self.flat.whole, async_op=True, out=self.flat.shard)
-
-
-class SummedGradients(AccumulatedGradients):
-    """Whole gradients that every rank wants the sum of. The memory stays, since a backend's thread may hold it.
-
-    Attributes:
-        zeroed: parameters whose gradient is 0 because none had come when it was reduced.
-    """
-
-    is_urgent = False  # an all-reduce is in place
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        record: Recorder,
-        replicas: Communicator,
-        stage: int | None,
-        reduction: str = "sum",
-    ) -> None:
-        super().__init__(layout, record, replicas, stage)
-        self._reduction = reduction
-        self.zeroed: set[nn.Parameter] = set()
-
-    def _new_flat(self, record: Recorder) -> Flat:
-        return Flat(self.layout, record, "grads", self._shard_group)
-
-    def _drop(self) -> None:
-        for parameter in self.layout.parameters:
-            parameter.grad = None
-
-    def start_reduce(self) -> None:
-        """Start the all-reduce. In a loop of the user's own, gradients of earlier backwards may be elsewhere."""
-        self.zeroed.clear()
+        self.zeroed = {parameter for parameter in self._views if parameter.grad is None}
         for parameter, view in self._views.items():
             gradient = parameter.grad
-            if gradient is not view:
-                if gradient is None:
-                    view.zero_()
-                    self.zeroed.add(parameter)
-                else:
-                    view.copy_(gradient)
-                parameter.grad = view
-        self._work = self._shard_group.all_reduce(self.flat.whole, async_op=True, op=self._reduction)
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                view.copy_(gradient)
+            parameter.grad = view
+        whole, group = self.flat.whole, self._shard_group
+        if self._reduction:
+            self._work = group.all_reduce(whole, async_op=True, op=self._reduction)
+        else:
+            self._work = group.reduce_scatter(whole, async_op=True, out=self.flat.shard)
 
 
 class ShardedGradients(Gradients):
     """Gradients of one backward, reduced at once; their sums accumulate in the shard."""
 
     flat: ShardedFlat
+    kind_of_flat = ShardedFlat
     _has_sum = False  # whether the shard holds the sum of an earlier backward
     _more: Tensor | None = None  # (k,), where the next sum is written if it does
 
-    def _new_flat(self, record: Recorder) -> ShardedFlat:
-        flat = ShardedFlat(self.layout, record, "grads", self._shard_group)
-        flat.drop()
-        return flat
-
     def _drop(self) -> None:
-        self.flat.drop()
+        super()._drop()
         self._has_sum = False
 
     def copy(self, parameter: nn.Parameter) -> None:

@@ -39,11 +39,11 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.wire import PendingWork
-from mpkit.strategies.replicas.buffers import BufferedSync, StatefulBuffers
+from mpkit.strategies.replicas.buffers import BufferedSync, broadcast_tensors
 from mpkit.strategies.replicas.flat import Flat, FlatLayout, ShardedFlat
 from mpkit.strategies.replicas.gather import GatherHooks
 from mpkit.strategies.replicas.part import Holders, ReplicatedPart
-from mpkit.strategies.replicas.reducer import AccumulatedGradients, Gradients, Reducer, ShardedGradients
+from mpkit.strategies.replicas.reducer import Gradients, Reducer, ShardedGradients, WholeGradients
 from mpkit.strategies.replicas.units import Unit, sites_of, units_of
 from mpkit.strategies.stage.gradient_sync import Half, Piece, named_parameters
 from mpkit.trace import Kind
@@ -64,20 +64,18 @@ class Zero(BufferedSync):
     flat_grads: ClassVar[type[Gradients]]
 
     def __init__(self, held: ReplicatedPart) -> None:
-        super().__init__(held.stages)
+        super().__init__(held)
         self._sites = sites_of(held.stages)
         units = units_of(
             self._sites, held.plan.zero, held.bucket_bytes, held.tied, held.unit_kinds, by_owner=held.by_owner
         )
-        self._replicas, self._record = held.replicas, held.context.record
-        self._first_of_replicas = held.first_of_replicas
+        self._record = held.context.record
         # ---- flatten: parameters, as the first replica has them
         self._params = [self._flatten(unit, held) for unit in units]
         sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
         for replicas, tensors in held.by_replicas():
-            for tensor in (tensor for tensor in tensors if tensor not in sharded):
-                replicas.broadcast(tensor.detach())
-        self._stateful = StatefulBuffers(held.replicas, held.plan, held.module)
+            broadcast_tensors(replicas, (tensor for tensor in tensors if tensor not in sharded))
+        self.watch_buffers(held)
         # ---- flatten: their gradients
         self._grads = [
             self._gradients_of(unit, flat.layout, held.holders_of(unit.parameters[0]))
@@ -112,7 +110,7 @@ class Zero(BufferedSync):
 
     def _gradients_of(self, unit: Unit, layout: FlatLayout, holders: Holders) -> Gradients:
         """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
-        keep = AccumulatedGradients if unit.stage is None else self.flat_grads
+        keep = WholeGradients if unit.stage is None else self.flat_grads
         return keep(layout, self._record, holders.shard, unit.stage, holders.replicate)
 
     def _divide(self) -> dict[FlatLayout, list[Piece]]:
@@ -167,11 +165,9 @@ class Zero(BufferedSync):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state on the first replica of each part, and nothing on the others; every rank calls it."""
-        self._stateful.synchronize()
         with self._record.span("gather the weights"), self.gathered():
             # Copies, since gathered parameters are freed at the end of this block.
-            state = self._first_of_replicas(super().state_dict())
-            return {name: value.clone() for name, value in state.items()}
+            return {name: value.clone() for name, value in super().state_dict().items()}
 
 
 def _layer_of(names: list[str]) -> str:
@@ -208,7 +204,7 @@ class Zero1(Zero):
     """
 
     flat_params = Flat
-    flat_grads = AccumulatedGradients
+    flat_grads = WholeGradients
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
