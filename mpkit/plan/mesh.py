@@ -18,7 +18,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from mpkit.plan.axes import AXES, EXPERT_AXES, TABLE, Axis
+from mpkit.plan.axes import AXES, EXPERT_AXES, HYBRID_AXES
 
 __all__ = ["Mesh", "Place"]
 
@@ -80,10 +80,6 @@ class Mesh:
         """Return the number of places along an axis."""
         return int(getattr(self, axis))
 
-    def row(self, axis: str) -> Axis:
-        """Return the axis' row of the table."""
-        return next(row for row in TABLE if row.name == axis)
-
     @property
     def dp_shard(self) -> int:
         """The number of replicas in each group within which ZeRO shards."""
@@ -106,14 +102,7 @@ class Mesh:
         >>> Mesh(dp=4).axes, Mesh(dp=4, dp_replicate=2).axes
         (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
         """
-        divided = {"dp"} if self.dp_replicate > 1 else set()
-        return tuple(
-            axis.name
-            for axis in TABLE
-            if axis.name not in divided
-            and not axis.of_experts
-            and (not axis.within or axis.within in divided)
-        )
+        return HYBRID_AXES if self.dp_replicate > 1 else AXES
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -149,10 +138,7 @@ class Mesh:
 
     def axes_with(self, *axes: str) -> tuple[str, ...]:
         """Return all axes of the mesh that these belong to: `expert_axes` if one of them is of experts, else `axes`."""
-        return self.expert_axes if self._has_experts(axes) else self.axes
-
-    def _has_experts(self, axes: Iterable[str]) -> bool:
-        return any(self.row(axis).of_experts for axis in axes)
+        return self.expert_axes if {"edp", "ep"}.intersection(axes) else self.axes
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank at these coordinates."""
@@ -181,11 +167,14 @@ class Mesh:
         >>> Mesh(dp=4, dp_replicate=2).parts("cp", "dp"), Mesh(dp=4).parts("dp_shard"), Mesh(dp=4).parts("dp_replicate")
         (('dp_replicate', 'dp_shard', 'cp'), ('dp',), ())
         """
-        if self._has_experts(axes):
-            return tuple(axis for axis in self.expert_axes if axis in axes)
-        long = {self.row(axis).within for axis in axes if self.degree(axis) > 1}
-        named = {*axes, *long.intersection(self.axes)}
-        return tuple(axis for axis in self.axes if not named.isdisjoint({axis, self.row(axis).within}))
+        every = self.axes_with(*axes)
+        if "edp" in every:
+            return tuple(axis for axis in every if axis in axes)
+        halves = {"dp_replicate", "dp_shard"}
+        named = {*axes, *(halves if "dp" in axes else ())}
+        if any(self.degree(axis) > 1 for axis in halves.intersection(axes)):
+            named.add("dp")  # which is not divided, and lies along one of them
+        return tuple(axis for axis in every if axis in named)
 
     def order(self, *outermost: str) -> tuple[int, ...]:
         """Return the ranks sorted by their coordinates along these axes first.

@@ -1,4 +1,4 @@
-"""Which fields of a Plan do not go together, as data: RULES; `mpkit.plan.kinds` has what each takes by itself.
+"""Which fields of a Plan do not go together (rules.toml); `mpkit.plan.kinds` has what each takes by itself.
 
 A rejection is a sentence in parts: text, and changes of the plan as dicts. In place of each change the message shows
 the plan that it makes. If another rule rejects that plan too, its first change is made as well, and so on, so that each
@@ -7,19 +7,24 @@ plan that a message shows works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
 
-from mpkit.plan.kinds import CONTIGUOUS, KINDS, MOST, Change, Parts, whole
+from mpkit.plan.kinds import KINDS, MOST, Change, Parts, whole
 from mpkit.plan.schedule import Schedule, validate
-from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
+from mpkit.plan.schedule.catalogue import ANY, GPIPE, SCHEDULES
 from mpkit.plan.schedule.core import as_list
 from mpkit.plan.synonyms import schedules
 
-__all__ = ["call_of", "change_plan", "check_plan", "own_schedule"]
+__all__ = ["call_of", "change_plan", "check_plan", "own_schedule", "parts_of"]
 
 P = TypeVar("P")
 
@@ -47,12 +52,49 @@ def _rejection(plan: Any) -> Parts | None:
         if read is None and not (values[name] is None and kind.optional):
             return (f"Plan({name}={values[name]!r}): ", *kind.says(name, values[name]))
         values[name] = read
-    for complete in (_complete_groups, _complete_schedule, _complete_cut):
-        if found := complete(plan):
-            return found
+    dp, shard = plan.dp, plan.dp_shard
+    if shard and dp % shard == 0 and (dp == shard or (shard == 1 and not plan.zero)):
+        values["dp_shard"] = None  # one group, or nothing to shard: no hybrid sharding
+    if found := _complete_schedule(plan):
+        return found
     if plan.ep == 1 or plan.tp == 1:  # nothing to fold, and tp divides what it knows
         values["etp"] = None if whole(plan.etp) in (1, plan.tp) else plan.etp
-    return next((rule.says(plan) for rule in RULES if rule.wrong(plan)), None)
+    known = {"p": plan, "MOST": MOST, "whole": whole, "per_rank": None}
+    if isinstance(plan.schedule, str):
+        known["per_rank"] = SCHEDULES[plan.schedule].per_rank
+    known["replicas"] = (plan.dp_shard or plan.dp) * plan.cp * (plan.tp if plan.etp == 1 else 1)
+    for when, says in _rules():
+        if eval(when, known):
+            return parts_of(says, known | _names(plan))
+    return _complete_cut(plan)
+
+
+@lru_cache(1)
+def _rules() -> list[tuple[CodeType, str]]:
+    rows = tomllib.loads(Path(__file__).with_name("rules.toml").read_text("utf-8"))["rules"]
+    return [(compile(when, "<rules.toml>", "eval"), says) for when, says in rows]
+
+
+def _names(plan: Any) -> dict[str, Any]:
+    """Return what sentences of rules.toml name beside what the rules do."""
+    several, two = (
+        ", ".join(repr(each) for each, entry in SCHEDULES.items() if entry.per_rank == n) for n in (ANY, 2)
+    )
+    among = ("dp_shard x cp" if plan.dp_shard else "dp x cp") + " x tp" * (plan.etp == 1)
+    return {"call": call_of(plan), "several": several, "two": two, "among": among}
+
+
+def parts_of(says: str, known: Mapping[str, Any]) -> Parts:
+    """Return a sentence with what is known in its braces, and its changes.
+
+    >>> parts_of("{p} and <zero=p + 1>", {"p": 2})
+    ('2 and ', {'zero': 3})
+    """
+    parts = (
+        eval(f"dict({part})", {**known}) if number % 2 else part.format_map(known)
+        for number, part in enumerate(re.split("<(.*?)>", says))
+    )
+    return tuple(part for part in parts if part)
 
 
 def _that_works(plan: Any, change: Change) -> str:
@@ -75,32 +117,13 @@ def _that_works(plan: Any, change: Change) -> str:
 # ------------------------------------------------------------ fields that follow from others
 
 
-def _complete_groups(plan: Any) -> Parts | None:
-    """Check dp_shard, which divides dp; where that is one group, there is no hybrid sharding."""
-    dp, shard = plan.dp, plan.dp_shard
-    if shard is None:
-        return None
-    if dp % shard:
-        return (
-            f"Plan(dp={dp}, dp_shard={shard}): the dp replicas are groups of dp_shard, of which dp is a multiple, such "
-            "as ",
-            {"dp": shard * max(dp // shard, 2)} if shard < 1000 else {"dp_shard": None},
-        )  # fmt: skip
-    if shard * plan.cp == 1 and dp > 1 and plan.zero:  # ranks along cp hold the same weights too
-        return (
-            f"Plan(dp={dp}, dp_shard=1, zero={plan.zero}): a group of one replica shards nothing. Either shard among "
-            "all replicas, ", {"dp_shard": None}, ", or nothing: ", {"dp_shard": None, "zero": 0},
-        )  # fmt: skip
-    if dp == shard or (shard == 1 and not plan.zero):
-        vars(plan)["dp_shard"] = None
-    return None
-
-
 def _complete_schedule(plan: Any) -> Parts | None:
     """Make a Schedule of rows or a function, and set the stages per rank where a named one has but one choice."""
     given: Any = plan.schedule
     if isinstance(given, str) and given in SCHEDULES:
-        return _complete_stages(plan)
+        if SCHEDULES[given].per_rank == 2 and plan.virtual_stages == 1:  # the field's default
+            vars(plan)["virtual_stages"] = 2
+        return None
     if not isinstance(given, str | Schedule) and not callable(given):
         given = as_list(given)
     if given is None or (isinstance(given, str) and len(given.split()) < 2):
@@ -151,29 +174,6 @@ def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:
     return own
 
 
-def _complete_stages(plan: Any) -> Parts | None:
-    name, v = plan.schedule, plan.virtual_stages
-    per_rank = SCHEDULES[name].per_rank
-    if per_rank == 2:
-        if v > 2:  # 1 is the field's default
-            return (
-                f"Plan(schedule={name!r}, virtual_stages={v}): {name} has 2 stages per rank, one on the way down and "
-                "one on the way up: ", {"virtual_stages": 2},
-            )  # fmt: skip
-        vars(plan)["virtual_stages"] = 2
-    elif v > 1 and per_rank != ANY:
-        several, two = (
-            ", ".join(repr(each) for each, entry in SCHEDULES.items() if entry.per_rank == n)
-            for n in (ANY, 2)
-        )
-        return (
-            f"Plan(schedule={name!r}, virtual_stages={v}): {name} has one stage per rank. Those with several are "
-            f"{several} (any number) and {two} (2). Either ", {"virtual_stages": 1}, " or ",
-            {"schedule": INTERLEAVED_1F1B},
-        )  # fmt: skip
-    return None
-
-
 def _complete_cut(plan: Any) -> Parts | None:
     """Make a tuple of the first layer of each stage but stage 0; those given by number must increase."""
     cut: Any = plan.cut
@@ -202,109 +202,6 @@ def _complete_cut(plan: Any) -> Parts | None:
         )  # fmt: skip
     vars(plan)["cut"] = tuple(points)
     return None
-
-
-# ------------------------------------------------------------ fields together
-
-
-class Rule(NamedTuple):
-    """Fields that do not go together: whether a plan is so, and why it cannot be, with the changes that would do."""
-
-    wrong: Callable[[Any], bool]
-    says: Callable[[Any], Parts]
-
-
-def _replicas(plan: Any) -> int:
-    """Return the number of ranks that have tokens of their own: with etp=1 also those along tp."""
-    return int(plan.shards * (plan.tp if plan.etp == 1 else 1))
-
-
-def _says_ep(plan: Any) -> Parts:
-    replicas = _replicas(plan)
-    fits = max(n for n in range(1, min(replicas, plan.ep) + 1) if replicas % n == 0)
-    among = ("dp_shard x cp" if plan.dp_shard else "dp x cp") + " x tp" * (plan.etp == 1)
-    return (
-        f"Plan(ep={plan.ep}): the ranks that divide the experts are some of the replicas, each with samples or tokens "
-        f"of its own, and ep={plan.ep} does not divide {among} = {replicas}, such as ",
-        {"dp": plan.ep} if replicas == 1 else {"ep": fits},
-    )  # fmt: skip
-
-
-RULES = (
-    Rule(
-        lambda p: p.ranks > MOST,
-        lambda p: (
-            f"Plan(pp={p.pp}, dp={p.dp}, tp={p.tp}, cp={p.cp}) has {p.ranks:,} ranks, more than any machine: at most "
-            f"{MOST:,}. Such as ", {name: min(getattr(p, name), 8) for name in ("pp", "dp", "tp", "cp")},
-        ),
-    ),
-    Rule(
-        lambda p: p.data_parallel == "dp" and p.ranks > p.dp,
-        lambda p: (
-            f"{call_of(p)}: DP lends the whole model to its ranks, and so knows no other axis. What works together "
-            "with them is ", {"data_parallel": "ddp"},
-        ),
-    ),
-    Rule(
-        lambda p: p.data_parallel == "dp" and (p.zero > 0 or p.offload != "none"),
-        lambda p: (
-            f"{call_of(p)}: DP keeps the whole model on rank 0, which shards nothing: zero and offload go with ",
-            {"data_parallel": "ddp"},
-        ),
-    ),
-    Rule(
-        lambda p: p.offload == "params" and p.zero != 3,
-        lambda p: (
-            f"{call_of(p)}: parameters can be kept on the host where they are gathered layer by layer, in stage 3. "
-            "Such as ", {"zero": 3}, ", or, with parameters on the device, ", {"offload": "optimizer"},
-        ),
-    ),
-    Rule(
-        lambda p: bool(p.dp_shard) and not p.zero,
-        lambda p: (
-            f"{call_of(p)}: dp_shard={p.dp_shard} replicas share the states that ZeRO shards, and zero=0 shards "
-            "nothing. Either ", {"zero": 3}, ", or without groups ", {"dp_shard": None},
-        ),
-    ),
-    Rule(
-        lambda p: p.etp is not None and whole(p.etp) not in (1, p.tp),
-        lambda p: (
-            f"Plan(etp={p.etp!r}): the ranks along tp that share each expert: all {p.tp} of them, ", {"etp": p.tp},
-            "; or 1, each has whole ones, ", {"etp": 1} | ({"sequence_parallel": True} if p.tp > 1 else {}),
-            ". Left out, the ranks along tp hold the same experts: ", {"etp": None},
-        ),
-    ),
-    Rule(
-        lambda p: p.etp == 1 and not p.sequence_parallel,
-        lambda p: (
-            f"{call_of(p)}: where the ranks along tp divide experts, each has tokens of its own, which Megatron "
-            "requires, too: ", {"sequence_parallel": True},
-        ),
-    ),
-    Rule(
-        lambda p: p.data_parallel == "dp" and p.ep > 1,
-        lambda p: (
-            f"{call_of(p)}: nn.DataParallel copies the whole model from rank 0 to all others in each step, and so "
-            "divides no experts. DDP does: ", {"data_parallel": "ddp"},
-        ),
-    ),
-    Rule(lambda p: _replicas(p) % p.ep > 0, _says_ep),
-    Rule(
-        lambda p: p.cp_method == "ulysses" and p.cp_order != CONTIGUOUS,
-        lambda p: (
-            f"{call_of(p)}: under Ulysses each rank attends with some heads to whole sequences, which is as much work "
-            "for each in contiguous parts: ", {"cp_order": CONTIGUOUS},
-        ),
-    ),
-    Rule(
-        lambda p: p.sequence_parallel and p.tp == 1,
-        lambda p: (
-            f"{call_of(p)}: sequence parallelism divides what is between tensor-parallel layers among the ranks that "
-            "share them, and tp=1. Either ", {"tp": 2}, ", or, to share sequences without sharing layers, ",
-            {"cp": 2, "sequence_parallel": False},
-        ),
-    ),
-)  # fmt: skip
 
 
 # ------------------------------------------------------------ plans as calls

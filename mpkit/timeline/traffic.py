@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mpkit.common.display import ChartedResult
 from mpkit.devices.hardware import wire_factor
-from mpkit.plan.axes import TABLE
+from mpkit.plan.axes import AXIS_INKS
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import axis_of, place_text
 from mpkit.trace import Kind, Lane
@@ -146,7 +146,7 @@ def _members(
 
 def _order(axis: str) -> tuple[int, list[int]]:
     """Return a sort key that puts single axes first, in the order of the mesh."""
-    names = [each.name for each in TABLE]
+    names = [*AXIS_INKS]
     parts = [names.index(part) if part in names else len(names) for part in axis.split(" x ")]
     return len(parts), parts
 

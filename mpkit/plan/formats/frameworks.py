@@ -12,7 +12,6 @@ from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import command, options
 from mpkit.plan.formats.syntax import JSON, YAML, Page
 from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, bool_of, number_of
-from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
 __all__ = ["ACCELERATE", "DEEPSPEED", "FSDP", "MEGATRON", "TRAINER"]
@@ -73,16 +72,7 @@ def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Field
     return fields | (_bucket(number_of(elements), fields.get("precision")) if elements else {})
 
 
-def _check_deepspeed(asked: ExportRequest) -> None:
-    plan = asked.plan
-    if plan.pp > 1 and plan.zero > 1:
-        raise ValueError(
-            f"{call_of(plan)}: DeepSpeed's pipeline engine works with ZeRO-0 and -1 only, since ZeRO-2 and -3 "
-            f"reduce gradients during the backward of each micro-batch: {call_of(plan, {'zero': 1})}"
-        )
-
-
-DEEPSPEED = FormatCode(JSON, _finish_deepspeed, _check_deepspeed, _deepspeed_names)
+DEEPSPEED = FormatCode(JSON, _finish_deepspeed, _deepspeed_names)
 
 # ---- Accelerate: one of DDP, FSDP2, DeepSpeed and Megatron-LM, by the plan
 
@@ -125,7 +115,7 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
     return fields
 
 
-ACCELERATE = FormatCode(YAML, _finish_accelerate, names=_accelerate_names)
+ACCELERATE = FormatCode(YAML, _finish_accelerate, _accelerate_names)
 
 # ---- transformers' TrainingArguments; the number of ranks is torchrun's
 
@@ -156,16 +146,7 @@ def _finish_fsdp(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields | {"zero": 3 if values.get("RESHARD_AFTER_FORWARD", True) else 2}
 
 
-def _check_fsdp(asked: ExportRequest) -> None:
-    if asked.plan.zero < 2:
-        raise ValueError(
-            f"{call_of(asked.plan)}: fully_shard shards gradients at least, and parameters too, so it is ZeRO-2 or "
-            f"ZeRO-3: {call_of(asked.plan, {'zero': 3})}. ZeRO-{asked.plan.zero} is plan.to('deepspeed'), or "
-            "torch's ZeroRedundancyOptimizer in a loop of your own"
-        )
-
-
-FSDP = FormatCode(python_code(_fsdp_module, {}), _finish_fsdp, _check_fsdp)
+FSDP = FormatCode(python_code(_fsdp_module, {}), _finish_fsdp)
 
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
@@ -234,21 +215,6 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
     return fields
 
 
-def _check_megatron(asked: ExportRequest) -> None:
-    plan = asked.plan
-    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
-        raise ValueError(
-            f"{call_of(plan)}: with experts and tensor parallelism, Megatron divides the sequence between layers too: "
-            f"{call_of(plan, {'sequence_parallel': True, 'etp': 1})}"
-        )
-    if plan.schedule in LOOPED and plan.pp > 1 and plan.microbatches % plan.pp:
-        more = plan.pp * (plan.microbatches // plan.pp + 1)
-        raise ValueError(
-            f"{call_of(plan)}: Megatron's interleaved schedule takes micro-batches in groups of pp={plan.pp}: "
-            f"{call_of(plan, {'microbatches': more})}"
-        )
-
-
 def _megatron_script(page: Page) -> str:
     launch = launch_lines(page)
     rest = [name for name in page.values if f"  {name}" not in launch]
@@ -262,6 +228,4 @@ def _megatron_script(page: Page) -> str:
     )
 
 
-MEGATRON = FormatCode(
-    command("megatron", _megatron_script), _finish_megatron, _check_megatron, _megatron_names
-)
+MEGATRON = FormatCode(command("megatron", _megatron_script), _finish_megatron, _megatron_names)

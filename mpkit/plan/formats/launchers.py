@@ -116,12 +116,4 @@ def _finish_tf_config(values: Values, fields: Fields, notes: list[str]) -> Field
     return fields | {"dp": max(1, sum(map(len, workers)))}
 
 
-def _check_tf_config(asked: ExportRequest) -> None:
-    if asked.nodes > 1 and asked.master.replace(".", "").isdecimal():
-        raise ValueError(
-            f"plan.to('tf_config', master={asked.master!r}): the other nodes' names count up from the first one's, "
-            "which an address does not: master='node0'"
-        )
-
-
-TF_CONFIG = FormatCode(JSON, _finish_tf_config, _check_tf_config, _workers)
+TF_CONFIG = FormatCode(JSON, _finish_tf_config, _workers)

@@ -14,6 +14,7 @@ from typing import Any
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax, shorten, tables
 from mpkit.plan.kinds import whole
+from mpkit.plan.rules import call_of, parts_of
 
 __all__ = ["RANKS", "Fields", "Format", "FormatCode", "FormatKey", "Values", "bool_of", "number_of"]
 
@@ -71,14 +72,12 @@ class FormatCode:
 
     Attributes:
         finish: completes the fields that keys said alone by what several keys say together; it may add notes.
-        check: raises ValueError if the framework would refuse the plan.
         names: what expressions of its rows know of the plan, beside its fields.
         syntax: how its values are written.
     """
 
     syntax: Syntax
     finish: Callable[[Values, Fields, list[str]], Fields]
-    check: Callable[[ExportRequest], None] = lambda asked: None
     names: Callable[[ExportRequest], Mapping[str, Any]] = lambda asked: {}
 
 
@@ -207,6 +206,21 @@ class Format:
         for word in tables()[self.name].get("common", []):
             found |= {row[0] for row in rows_of(word)} if word in tables() else {word}
         return frozenset(found)
+
+    def check(self, asked: ExportRequest) -> None:
+        """Check that the framework would not refuse the plan.
+
+        Raises:
+            ValueError: it would; the message shows a plan that it would not.
+        """
+        plan = asked.plan
+        known = {"p": plan, "asked": asked, "call": call_of(plan)}
+        for when, says in tables()[self.name].get("refused", ()):
+            if eval(when, {**known}):
+                parts = parts_of(says, known)
+                raise ValueError(
+                    "".join(one if isinstance(one, str) else call_of(plan, one) for one in parts)
+                )
 
     def values_of(self, asked: ExportRequest) -> Values:
         """Return what is written, by key."""

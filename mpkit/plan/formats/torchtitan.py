@@ -10,7 +10,6 @@ from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, number_of
-from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in_torch
 
 __all__ = ["TORCHTITAN"]
@@ -76,16 +75,6 @@ def _count_shards(values: Values, fields: Fields, replicate: int, notes: list[st
     return int(shards)
 
 
-def _check(asked: ExportRequest) -> None:
-    inner = (plan := asked.plan).cp * plan.tp
-    if plan.etp == 1 and plan.ep % inner:
-        fits = plan.mesh.edp * plan.ep // inner * inner
-        raise ValueError(
-            f"{call_of(plan)}: in torchtitan all {inner} ranks along cp and tp are among those that divide experts: "
-            f"{call_of(plan, {'ep': fits})}"
-        )
-
-
 def _body(page: Page) -> str:
     names = ["from torchtitan.config import ParallelismConfig, TrainingConfig"]
     if RECOMPUTED in page.values:
@@ -93,4 +82,4 @@ def _body(page: Page) -> str:
     return "\n".join([*names, "", assignments(page, CLASSES)])
 
 
-TORCHTITAN = FormatCode(python_code(_body, CLASSES), _finish, _check, _names)
+TORCHTITAN = FormatCode(python_code(_body, CLASSES), _finish, _names)

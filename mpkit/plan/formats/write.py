@@ -26,7 +26,7 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
     """
     chosen = format_of(name)
     asked = ExportRequest.from_plan(plan, name, context)
-    chosen.code.check(asked)
+    chosen.check(asked)
     values = chosen.values_of(asked)
     cannot, silent = _cannot_say(plan, chosen, values), _no_effect(plan)
     effects = [
@@ -56,7 +56,7 @@ def unsaid(plan: Plan, name: str) -> str:
     chosen = format_of(name)
     try:
         asked = ExportRequest.from_plan(plan, name, {})
-        chosen.code.check(asked)
+        chosen.check(asked)
         cannot = _cannot_say(plan, chosen, chosen.values_of(asked))
     except ValueError as error:
         return str(error).removeprefix(f"{plan!r}: ")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.plan.axes import TABLE
+from mpkit.plan.axes import AXIS_INKS
 from mpkit.trace import Kind
 from mpkit.views.theme import THEMES
 
@@ -41,9 +41,6 @@ __all__ = [
     "outline",
     "tint",
 ]
-
-AXIS_INKS = {axis.name: axis.ink for axis in TABLE}
-"""By the axis' name."""
 
 SEVERAL = "#8c6bb1"
 
