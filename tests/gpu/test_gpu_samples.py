@@ -15,7 +15,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.common.launch_folder import Settings
-from mpkit.devices.local.gpus import Gpu, inventory_of_gpus
+from mpkit.devices.local.gpus import LocalDevice, inventory_of_gpus
 from mpkit.launch import gpu_sampler
 from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, read_gpu
 from mpkit.trace import MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
@@ -37,7 +37,7 @@ def settings(ranks: int = 2, **more: object) -> Settings:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """FakeNvml in place of pynvml, on a machine whose two GPUs CUDA_VISIBLE_DEVICES=1,0 has swapped."""
-    cards = [Gpu(i, "H100", uuid, f"0{i}", 80 << 30) for i, uuid in enumerate([FIRST, SECOND])]
+    cards = [LocalDevice(i, "H100", uuid, f"0{i}", 80 << 30) for i, uuid in enumerate([FIRST, SECOND])]
     monkeypatch.setattr(
         gpu_sampler, "inventory_of", lambda kind: inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "1,0"}, 2)
     )

@@ -54,7 +54,7 @@ def choose(
     """Return the devices that were asked for.
 
     >>> from mpkit.devices.local.gpus import LocalDevice
-    >>> four = Inventory("cuda", (LocalDevice("A100"),) * 4, fake="4 A100")
+    >>> four = Inventory("cuda", (LocalDevice(name="A100"),) * 4)
     >>> machine = {"cuda": four}.get
     >>> choose([2, 0], None, machine)
     DeviceChoice(kind='cuda', numbers=(2, 0), ranks=2)

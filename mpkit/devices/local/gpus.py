@@ -21,9 +21,55 @@ from dataclasses import dataclass
 from functools import cache
 
 __all__ = [
-    "COLUMNS", "HIDERS", "KINDS", "QUERY", "Gpu", "Inventory", "LocalDevice", "VisibleGpus", "inventory_of",
+    "COLUMNS", "HIDERS", "KINDS", "QUERY", "Inventory", "LocalDevice", "inventory_of",
     "inventory_of_gpus", "parse_gpus", "unnamed_devices", "visible",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """A device of this machine, as its driver describes it.
+
+    Attributes:
+        number: what nvidia-smi counts it as, in PCI bus order; None where that is not known.
+        name, uuid, bus_id: such as "NVIDIA A100-SXM4-80GB", "GPU-5d5b...", "00000000:07:00.0"; "" where not known.
+        memory: bytes in all; 0 where the driver says N/A.
+        compute: its compute capability, such as (8, 0); None where that is not known.
+    """
+
+    number: int | None = None
+    name: str = ""
+    uuid: str = ""
+    bus_id: str = ""
+    memory: int = 0
+    compute: tuple[int, int] | None = None
+
+    @property
+    def identity(self) -> str:
+        """Its UUID, or its bus id; "" where neither is known."""
+        return self.uuid or self.bus_id
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The devices of one kind that a program sees.
+
+    Attributes:
+        kind: "cuda", "xpu", "hpu" or "mps".
+        devices: in torch's order: cuda:0 first.
+        decided_by: the variable that decided which are seen, with its value, or that none is set.
+        notes: what may surprise about it.
+        wrong: those of the notes that say what in the variables has another effect than its writer may think.
+        fix: a value of the variable that would have the effect that was meant.
+    """
+
+    kind: str
+    devices: tuple[LocalDevice, ...]
+    decided_by: str = "no variable is set"
+    notes: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    fix: str = ""
+
 
 # ---- the table of GPUs that nvidia-smi prints
 
@@ -33,26 +79,7 @@ QUERY = ("nvidia-smi", f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheade
 """The command whose output `parse_gpus` reads."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as the driver describes it; None where the driver says N/A.
-
-    Attributes:
-        index: its number in PCI bus order, as nvidia-smi counts.
-        name, uuid, bus_id: such as "NVIDIA A100-SXM4-80GB", "GPU-5d5b...", "00000000:07:00.0".
-        memory: bytes in all; 0 where the driver says N/A.
-        compute: its compute capability, such as (8, 0).
-    """
-
-    index: int
-    name: str
-    uuid: str
-    bus_id: str
-    memory: int
-    compute: tuple[int, int] | None = None
-
-
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_gpus(text: str) -> list[LocalDevice]:
     """Read the output of `QUERY`: one line per GPU.
 
     >>> [gpu] = parse_gpus("0, Tesla T4, GPU-0f, 00000000:00:1E.0, 15360, 7.5")
@@ -65,14 +92,14 @@ def parse_gpus(text: str) -> list[Gpu]:
     return [_read_row(row) for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
 
 
-def _read_row(row: list[str]) -> Gpu:
+def _read_row(row: list[str]) -> LocalDevice:
     if len(row) != len(COLUMNS) or not row[0].strip().isdecimal():
         raise ValueError(
             f"nvidia-smi printed {', '.join(row)!r} where a row of {len(COLUMNS)} columns was expected"
         )
     value = dict(zip(COLUMNS, map(str.strip, row), strict=True))
     major, _, minor = value["compute_cap"].partition(".")
-    return Gpu(
+    return LocalDevice(
         int(value["index"]), value["name"], value["uuid"], value["pci.bus_id"],
         int(value["memory.total"]) << 20 if value["memory.total"].isdecimal() else 0,
         (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
@@ -84,45 +111,24 @@ def _read_row(row: list[str]) -> Gpu:
 ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
 
 
-@dataclass(frozen=True)
-class VisibleGpus:
-    """The GPUs that a program sees.
-
-    Attributes:
-        gpus: in CUDA's order: cuda:0 first.
-        decided_by: the variable that decided, with its value, or that none is set.
-        wrong: what in the variables has another effect than its writer may think.
-        notes: what may surprise and is not wrong.
-        fix: a value that would have the effect that was meant.
-    """
-
-    gpus: tuple[Gpu, ...]
-    decided_by: str
-    wrong: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    fix: str = ""
-
-
-def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> VisibleGpus:
+def visible(gpus: Sequence[LocalDevice], environment: Mapping[str, str]) -> Inventory:
     """Return the GPUs that the environment lets a program see.
 
-    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
+    >>> cards = [LocalDevice(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
     >>> seen = visible(cards, {"CUDA_VISIBLE_DEVICES": "2,0"})
-    >>> [gpu.index for gpu in seen.gpus], seen.decided_by
+    >>> [gpu.number for gpu in seen.devices], seen.decided_by
     ([2, 0], 'CUDA_VISIBLE_DEVICES=2,0')
     >>> visible(cards, {"CUDA_VISIBLE_DEVICES": "1,7,2"}).wrong[0][:48]
     'CUDA_VISIBLE_DEVICES=1,7,2 names 7, which is no '
     """
     ordered, notes, wrong = _order_gpus(gpus, environment)
     if "CUDA_VISIBLE_DEVICES" not in environment:
-        return VisibleGpus(ordered, "no variable is set: all GPUs are visible", wrong, notes)
+        return Inventory("cuda", ordered, "no variable is set: all GPUs are visible", (*wrong, *notes), wrong)
     given = environment["CUDA_VISIBLE_DEVICES"]
     decided = f"CUDA_VISIBLE_DEVICES={given}"
     if given.strip() in ("", "-1"):
-        return VisibleGpus(
-            (), decided, wrong, (*notes, f"{decided or 'CUDA_VISIBLE_DEVICES='} hides every GPU")
-        )
-    seen: list[Gpu] = []
+        return Inventory("cuda", (), decided, (*wrong, *notes, f"{decided} hides every GPU"), wrong)
+    seen: list[LocalDevice] = []
     fix = ""
     entries = [entry.strip() for entry in given.split(",")]
     for entry in entries:
@@ -138,7 +144,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> VisibleGpus:
     if wrong:
         valid = list(dict.fromkeys(entry for entry in entries if _named_gpu(ordered, entry) is not None))
         fix = f"CUDA_VISIBLE_DEVICES={','.join(valid) or '0'} python train.py"
-    return VisibleGpus(tuple(seen), decided, wrong, notes, fix)
+    return Inventory("cuda", tuple(seen), decided, (*wrong, *notes), wrong, fix)
 
 
 def _why_not(entry: str, gpus: int) -> str:
@@ -147,13 +153,13 @@ def _why_not(entry: str, gpus: int) -> str:
     return "which is no GPU's UUID" if entry.startswith("GPU-") else "which is neither an index nor a UUID"
 
 
-Ordered = tuple[tuple[Gpu, ...], tuple[str, ...], tuple[str, ...]]
+Ordered = tuple[tuple[LocalDevice, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def _order_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Ordered:
+def _order_gpus(gpus: Sequence[LocalDevice], environment: Mapping[str, str]) -> Ordered:
     """Return the GPUs in CUDA's order, and what is to be said about the order."""
     order = environment.get("CUDA_DEVICE_ORDER")
-    by_bus = tuple(sorted(gpus, key=lambda gpu: gpu.index))
+    by_bus = tuple(sorted(gpus, key=lambda gpu: gpu.number or 0))
     if order == "PCI_BUS_ID":
         return by_bus, (), ()
     wrong: tuple[str, ...] = ()
@@ -170,7 +176,7 @@ def _order_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Ordered:
     ), wrong  # fmt: skip
 
 
-def _named_gpu(ordered: Sequence[Gpu], entry: str) -> Gpu | None:
+def _named_gpu(ordered: Sequence[LocalDevice], entry: str) -> LocalDevice | None:
     """Return the GPU that an entry names: an index, or the beginning of one GPU's UUID."""
     if entry.isdecimal():
         return ordered[int(entry)] if int(entry) < len(ordered) else None
@@ -192,59 +198,24 @@ HIDERS: Mapping[str, tuple[str, ...]] = {
 """By kind, the variables that choose which devices a program sees."""
 
 
-@dataclass(frozen=True)
-class LocalDevice:
-    """A device of this machine.
-
-    Attributes:
-        name: such as "NVIDIA A100-SXM4-80GB"; "" where it is not known.
-        identity: its UUID, or its bus id; "" where it is not known.
-        memory: bytes; 0 where it is not known.
-        number: what nvidia-smi counts it as; None where it is not known.
-    """
-
-    name: str = ""
-    identity: str = ""
-    memory: int = 0
-    number: int | None = None
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """The devices of one kind that torch sees.
-
-    Attributes:
-        kind: "cuda", "xpu", "hpu" or "mps".
-        devices: in torch's order: cuda:0 first.
-        decided_by: the variable that decided which are seen, with its value, or that none is set.
-        notes: what may surprise about it.
-        fake: what this stands for if it is no real machine; tables say so.
-    """
-
-    kind: str
-    devices: tuple[LocalDevice, ...]
-    decided_by: str = "no variable is set"
-    notes: tuple[str, ...] = ()
-    fake: str = ""
-
-
-def inventory_of_gpus(gpus: list[Gpu], environment: Mapping[str, str], seen_by_torch: int) -> Inventory:
+def inventory_of_gpus(
+    gpus: list[LocalDevice], environment: Mapping[str, str], seen_by_torch: int
+) -> Inventory:
     """Return the inventory of NVIDIA GPUs; without names where what torch sees does not fit what the driver lists.
 
-    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
+    >>> cards = [LocalDevice(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
     >>> found = inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
     >>> [(device.number, device.identity) for device in found.devices], found.decided_by
     ([(2, 'GPU-2a'), (0, 'GPU-0a')], 'CUDA_VISIBLE_DEVICES=2,0')
     """
     seen = visible(gpus, environment)
-    if len(seen.gpus) != seen_by_torch:
-        note = (
-            f"torch sees {seen_by_torch} GPUs, and by nvidia-smi it should see {len(seen.gpus)} "
-            f"({seen.decided_by}); mpkit doctor 'gpus not found' looks for the cause"
-        )
-        return unnamed_devices("cuda", seen_by_torch, environment, (*seen.wrong, note))
-    devices = tuple(LocalDevice(gpu.name, gpu.uuid or gpu.bus_id, gpu.memory, gpu.index) for gpu in seen.gpus)
-    return Inventory("cuda", devices, seen.decided_by, (*seen.wrong, *seen.notes))
+    if len(seen.devices) == seen_by_torch:
+        return seen
+    note = (
+        f"torch sees {seen_by_torch} GPUs, and by nvidia-smi it should see {len(seen.devices)} "
+        f"({seen.decided_by}); mpkit doctor 'gpus not found' looks for the cause"
+    )
+    return unnamed_devices("cuda", seen_by_torch, environment, (*seen.wrong, note))
 
 
 def unnamed_devices(
@@ -267,7 +238,7 @@ def inventory_of(kind: str) -> Inventory | None:
     if kind == "cuda":
         return _gpus_of(count)
     if kind == "mps":
-        return Inventory("mps", (LocalDevice("Apple GPU"),))
+        return Inventory("mps", (LocalDevice(name="Apple GPU"),))
     return unnamed_devices(kind, count, os.environ)
 
 

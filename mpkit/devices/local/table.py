@@ -31,7 +31,7 @@ class DeviceRow(NamedTuple):
 def row_of(chosen: DeviceChoice, rank: int, inventory: Inventory | None) -> DeviceRow:
     """Return the row of a rank, which is its number on its node where a launcher has started it.
 
-    >>> pair = Inventory("cuda", (LocalDevice("T4", "GPU-0a", 15 << 30, 0), LocalDevice("T4", "GPU-1a", 15 << 30, 1)))
+    >>> pair = Inventory("cuda", tuple(LocalDevice(i, "T4", f"GPU-{i}a", memory=15 << 30) for i in range(2)))
     >>> row_of(DeviceChoice("cuda", (1, 0)), 0, pair)
     DeviceRow(device='cuda:1', name='T4', identity='GPU-1a', memory='15.0 GiB')
     """
@@ -66,5 +66,4 @@ def _table(chosen: DeviceChoice, ranks: int, told: Told) -> tuple[list[Sequence[
     rows: list[Sequence[str]] = [HEAD, *((str(rank), *row) for rank, row in enumerate(each))]
     if inventory is None:
         return rows, []
-    fake = [f"no real machine: {inventory.fake}"] if inventory.fake else []
-    return rows, [*fake, f"decided by: {inventory.decided_by}", *inventory.notes]
+    return rows, [f"decided by: {inventory.decided_by}", *inventory.notes]

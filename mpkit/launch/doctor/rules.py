@@ -16,7 +16,7 @@ from typing import Any
 from mpkit.common.units import memory_share, memory_text, seconds
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link, wire_factor
-from mpkit.devices.local.gpus import Gpu, visible
+from mpkit.devices.local.gpus import LocalDevice, visible
 from mpkit.launch.doctor.probe import Facts
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural
 from mpkit.launch.doctor.variables import variables
@@ -102,11 +102,11 @@ def gpus(facts: Facts) -> Found:
     listed = ", ".join(f"{count} x {name}" for name, count in counted.items())
     seen = visible(_as_gpus(nvml["gpus"]), facts["environment"])
     values = {"listed": listed, "gpus": plural(len(nvml["gpus"]), "GPU"), "decided_by": seen.decided_by}
-    if torch["gpus"] < len(seen.gpus):
-        values["gpus"] = plural(len(seen.gpus), "GPU")
+    if torch["gpus"] < len(seen.devices):
+        values["gpus"] = plural(len(seen.devices), "GPU")
         yield "gpus-unseen", values | {"seen": torch["gpus"]} | _why_unseen(torch)
-    elif len(seen.gpus) < len(nvml["gpus"]):
-        yield "gpus-hidden", values | {"seen": len(seen.gpus)}
+    elif len(seen.devices) < len(nvml["gpus"]):
+        yield "gpus-hidden", values | {"seen": len(seen.devices)}
     else:
         yield "gpus", values
     for note in seen.wrong:
@@ -119,9 +119,9 @@ def gpus(facts: Facts) -> Found:
             yield "gpu-used", {"gpu": number, "share": share, "used": gpu["used"] >> 20, "busy": busy}
 
 
-def _as_gpus(listed: list[Facts]) -> list[Gpu]:
+def _as_gpus(listed: list[Facts]) -> list[LocalDevice]:
     return [
-        Gpu(
+        LocalDevice(
             number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"],
             tuple(gpu["compute"]) if gpu["compute"] else None,
         )
@@ -144,14 +144,14 @@ def _alike(facts: Facts) -> Found:
     answer = [gpu for gpu in listed if gpu.memory]
     for gpu in listed:
         if not gpu.memory:
-            others = [each.index for each in answer]
-            yield "gpu-silent", {"gpu": gpu.index, "bus": gpu.bus_id, "name": gpu.name, "others": others}
+            others = [each.number for each in answer]
+            yield "gpu-silent", {"gpu": gpu.number, "bus": gpu.bus_id, "name": gpu.name, "others": others}
     names = list(dict.fromkeys(gpu.name for gpu in answer))
     if len(names) > 1:
         lost = sum(gpu.memory for gpu in answer) - len(answer) * min(gpu.memory for gpu in answer)
-        seen = visible(listed, facts["environment"]).gpus or listed
+        seen = visible(listed, facts["environment"]).devices or listed
         [(most, _)] = Counter(gpu.name for gpu in seen).most_common(1)
-        each = "; ".join(f"GPU {gpu.index}: {gpu.name}, {memory_text(gpu.memory)}" for gpu in answer)
+        each = "; ".join(f"GPU {gpu.number}: {gpu.name}, {memory_text(gpu.memory)}" for gpu in answer)
         alike = [place for place, gpu in enumerate(seen) if gpu.name == most]
         values = {"names": ", ".join(names), "each": each, "lost": memory_text(lost), "alike": alike}
         yield "gpus-unlike", values
