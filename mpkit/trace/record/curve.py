@@ -97,7 +97,7 @@ def _sums(records: Array) -> dict[str, int]:
 def _thin(records: Array, position: Array, peak: int) -> tuple[Array, Array, int]:
     """Sum up the changes between some points, one of which is the peak; return what is left, and the peak's place."""
     # Not np.unique, whose first call imports numpy.ma: 40 ms of CPU time in each rank.
-    kinds = np.count_nonzero(np.bincount(records["category"]))
+    kinds = int(np.count_nonzero(np.bincount(records["category"])))
     points = np.linspace(0, len(records), max(POINTS // kinds, 2)).round().astype(int)
     ends = sorted({*points[1:].tolist(), peak} - {0})
     kept, at, begin = list[Array](), 0, 0
