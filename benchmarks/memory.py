@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
 from mpkit.models import GPT, next_token_loss
-from mpkit.prediction.dry_run.trace import played_memory
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 
@@ -193,10 +192,10 @@ def errors(case: Case, plan: mk.Plan, cluster: mk.Cluster) -> list[float]:
     """
     real = cluster.run(_profiled, case, plan)
     shapes = tuple(torch.empty_like(tensor, device="meta") for tensor in case.batch())
-    held = played_memory(
-        case.model_fn, plan, shapes, case.loss, adamw, steps=STEPS, hardware="cpu", cluster=cluster
-    )
-    predicted = [sum(held[rank].values()) for rank in range(plan.ranks)]
+    trace = mk.trace_fake(
+        case.model_fn, plan, batch=shapes, loss=case.loss, optimizer=adamw, steps=STEPS, hardware="cpu", cluster=cluster
+    )  # fmt: skip
+    predicted = [sum(held.values()) for held in mk.Timeline.of(trace).memory]
     return [
         nbytes / min(max(nbytes, peak.least), peak.most) - 1
         for nbytes, peak in zip(predicted, real, strict=True)

@@ -22,9 +22,19 @@ from rich.table import Table
 
 from benchmarks.published_rows import read_folder
 from mpkit.prediction.advice.search import rank, search
-from mpkit.prediction.cost_model.calibrate import Observation, left_out, preset_of
 from mpkit.prediction.cost_model.memory import MemoryModel
-from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
+from mpkit.prediction.cost_model.preset import (
+    EAGER,
+    NAMES,
+    UNFITTED,
+    Observation,
+    Preset,
+    left_out,
+    preset_for,
+    preset_of,
+    presets,
+    prior_of,
+)
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 from mpkit.prediction.cost_model.workload import Workload
 
@@ -238,12 +248,11 @@ def published_beside_found(folder: Path) -> list[Beside]:
 
 
 def _write(presets: Iterable[Preset]) -> None:
-    names = ("matmul", "attention", "traffic", "fixed", "straggle")
     with PRESETS.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["device", "stack", *names, "fitted", "rows", "error", "band", "sources"])
+        writer.writerow(["device", "stack", *NAMES, "fitted", "rows", "error", "band", "sources"])
         for preset in sorted(presets, key=lambda each: (each.stack, each.device)):
-            values = [f"{getattr(preset.constants, name):.4g}" for name in names]
+            values = [f"{getattr(preset.constants, name):.4g}" for name in NAMES]
             writer.writerow(
                 [preset.device, preset.stack, *values, " ".join(preset.fitted), preset.rows, f"{preset.error:.4f}",
                  f"{preset.band:.4f}", preset.sources]

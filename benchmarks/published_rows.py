@@ -15,9 +15,9 @@ from pathlib import Path
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Hardware
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.preset import Observation
 from mpkit.prediction.cost_model.stack import stack_of
 
 __all__ = ["read_folder"]

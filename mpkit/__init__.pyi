@@ -18,9 +18,9 @@ from mpkit.plan.plan import Plan as Plan
 from mpkit.plan.schedule import Schedule as Schedule
 from mpkit.prediction import experiments as experiments
 from mpkit.prediction.advice.advice import advise as advise
-from mpkit.prediction.cost_model.calibrate import calibrate as calibrate
 from mpkit.prediction.cost_model.estimate import estimate as estimate
 from mpkit.prediction.cost_model.estimate import fits as fits
+from mpkit.prediction.cost_model.preset import calibrate as calibrate
 from mpkit.prediction.dry_run import trace_fake as trace_fake
 from mpkit.prediction.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
 from mpkit.prediction.experiments.profile import profile as profile

@@ -13,6 +13,7 @@ import mpkit as mk
 from examples.hugging_face import HFExperiment, hf_experiment
 from mpkit.data import spirals
 from mpkit.models import MLP
+from mpkit.prediction.experiments.factors import SPLIT
 from mpkit.prediction.experiments.profile import Profile
 from mpkit.trace import Kind
 from tests.recipes import adamw, sgd
@@ -22,10 +23,6 @@ from tests.serial import Clusters
 
 HOW: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw}
 BATCH = torch.zeros(16, 8), torch.zeros(16, dtype=torch.long)
-KINDS = [Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD]
-SECONDS = dict(
-    zip(KINDS, ({4: 4.0, 8: 6.0, 16: 10.0}, {8: 16.0}, {8: 3.0, 4: 3.0}, {4: 5.0}, {4: 1.0}), strict=True)
-)
 
 
 def about(time: float) -> Any:
@@ -43,12 +40,6 @@ def found(clusters: Clusters) -> Profile:
     return mk.profile(mlp(), [BATCH], cluster=clusters(2), **HOW)
 
 
-@pytest.fixture(scope="module")
-def said(found: Profile) -> Profile:
-    """A profile whose seconds are ours, so that what it says of a plan can be computed by hand."""
-    return replace(found, measured=SECONDS, beside={}, busy=replace(found.busy, issue={}), start=0.0)
-
-
 def times(timeline: mk.Timeline, kind: Kind) -> float:
     """Return the seconds of a kind, of the mean rank."""
     mine = timeline.spans[(timeline.spans["kind"] == kind) & (timeline.spans["depth"] == 0)]
@@ -56,35 +47,32 @@ def times(timeline: mk.Timeline, kind: Kind) -> float:
 
 
 def test_each_kind_is_measured_at_several_sizes(found: Profile) -> None:
-    assert {kind: sorted(sizes) for kind, sizes in found.measured.items()} == {
-        Kind.FORWARD: [1, 2, 8],
-        Kind.BACKWARD: [1, 2, 8],
-        Kind.OPTIMIZER: [1, 2, 8],
-        Kind.INPUT_GRAD: [1, 2],
-        Kind.WEIGHT_GRAD: [1, 2],
-    }
-    assert all(time > 0 for sizes in found.measured.values() for time in sizes.values())
+    kinds = {Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER}
+    for by_kind in (found.measured, found.counted):
+        assert {kind: sorted(sizes) for kind, sizes in by_kind.items()} == {kind: [1, 2, 8] for kind in kinds}
+        assert all(time > 0 for sizes in by_kind.values() for time in sizes.values())
     assert found.samples == 16
-    assert not found.whole
-    assert "forward      1: " in str(found)
-    assert "weight grad  1: " in str(found)
+    assert "forward   1: " in str(found)
 
 
-def test_serial_training_takes_what_was_measured(said: Profile, clusters: Clusters) -> None:
-    alone = said.predict(mk.Plan.serial(), cluster=clusters(2))
-    assert times(alone, Kind.FORWARD) == about(10)
-    assert times(alone, Kind.BACKWARD) == about(32)  # of 8 samples: 16
-    assert times(alone, Kind.OPTIMIZER) == about(3)
-    quarters = said.predict(mk.Plan.serial(4), cluster=clusters(2))
-    assert times(quarters, Kind.FORWARD) == about(4 * 4)
+@pytest.mark.parametrize("plan", [mk.Plan.serial(4), mk.Plan.ddp(2)], ids=repr)
+def test_actions_take_the_factors_times_what_is_counted(
+    found: Profile, clusters: Clusters, plan: mk.Plan
+) -> None:
+    """Of both replicas, though the second one's records are the first one's."""
+    alone = replace(found, beside={}, issue=dict.fromkeys(found.issue, (0.0, 0.0)))
+    once = replace(alone, measured=found.counted).predict(plan, cluster=clusters(2))
+    twice = {kind: {size: 2 * time for size, time in sizes.items()} for kind, sizes in found.counted.items()}
+    predicted = replace(alone, measured=twice).predict(plan, cluster=clusters(2))
+    for kind in found.counted:
+        assert times(predicted, kind) == about(2 * times(once, kind))
 
 
-def test_replicas_take_what_their_share_of_the_samples_takes(said: Profile, clusters: Clusters) -> None:
-    """Of both ranks, though the second one's records are the first one's."""
-    predicted = said.predict(mk.Plan.ddp(2), cluster=clusters(2))
-    assert times(predicted, Kind.FORWARD) == about(6)
-    assert times(predicted, Kind.OPTIMIZER) == about(3)
-    assert predicted.step_time > 6 + 16 + 3  # communication
+def test_a_factor_is_on_the_line_between_those_of_two_sizes(found: Profile) -> None:
+    counted = {kind: {2: 1.0, 8: 1.0} for kind in found.counted}
+    said = replace(found, counted=counted, measured={kind: {2: 3.0, 8: 9.0} for kind in counted})
+    assert [said.factor(Kind.FORWARD, samples) for samples in (1, 4, 16)] == [3, 5, 9]
+    assert said.factor(Kind.WEIGHT_GRAD, 8) == 9 * SPLIT
 
 
 # ---- Throughput, speed-up and efficiency on more and more ranks.

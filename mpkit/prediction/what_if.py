@@ -1,6 +1,8 @@
 """What if: a run's step, predicted after changes, from the times that the run itself recorded.
 
-    check      the changes, one setting after the other (`mpkit.prediction.what_if`)
+    changes    what `Run.what_if` is asked, one setting after the other: the machine (link, overlap), the number of
+               ranks along the plan's axis, or any field of the plan. Changes that only work together, such as a
+               schedule and its virtual_stages, count as one
     count      a changed plan is played on tensors without content, and so is the run's own (`mk.trace_fake`)
     factor     measured / counted of each action of the run's plan: of each of its last steps (`Factors`)
     predict    the changed plan's actions take the factors times what is counted; a plan that did not change keeps the
@@ -9,24 +11,8 @@
 
 The played plan says how many operators, bytes and messages there are and in which order, the run how fast they are.
 Assumed: an action's time changes with the size of its micro-batch as the roofline of one core does, beside what each
-operator takes to start (`START`); both halves of a split backward take `mpkit.prediction.experiments.factors.SPLIT`
-times as long as the whole one. Both are fitted on CPU ranks, and used for those only.
-
-Changes of a run: what `Run.what_if` is asked, as one setting after the other.
-
-    link, overlap           the machine: the plan and its compute stay as they are
-    ranks                   the plan's axis that has several ranks
-    any other field         the plan
-
-Each change applies on top of those before it, so that its effect is known. Changes that only work together, such as a
-schedule and its virtual_stages, count as one.
-
-A trace as it would be on another machine, whose ranks compute the same.
-
-    faster            links on which messages and collectives take less time
-    without_overlap   each rank waits for a collective, and for a message that it sends, as soon as it has issued it
-
-A receive is waited for where it was: a rank that waited for a message before it sends its own could wait forever.
+operator takes to start; both halves of a split backward take longer than the whole one
+(`mpkit.prediction.experiments.factors`: `START`, `SPLIT`).
 """
 
 from __future__ import annotations
@@ -34,21 +20,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
+from itertools import pairwise
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.display import WidgetResult
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 from mpkit.plan.synonyms import keywords
-from mpkit.prediction.experiments.factors import Factors, PlayedTraining, last_step, with_starts
-from mpkit.prediction.what_if_result import PredictedStep, WhatIf
+from mpkit.prediction.experiments.factors import (
+    START,
+    Array,
+    Factors,
+    last_step,
+    play_training,
+    with_starts,
+)
+from mpkit.timeline.answer import Answer, Basis
+from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import TIMED_BY_EVENTS, Kind, RankTrace, Trace
 
@@ -57,9 +53,203 @@ if TYPE_CHECKING:
     from mpkit.launch.session.run import Run
     from mpkit.strategies.job.job import TrainJob
 
-__all__ = ["ChangedPlan", "faster", "settings", "what_if", "without_overlap"]
+__all__ = ["ChangedPlan", "PredictedStep", "WhatIf", "faster", "settings", "what_if", "without_overlap"]
 
-OF_MACHINE = "link", "overlap"
+STEPS = 9
+"""Steps of the run at most, its last ones, each of which is replayed."""
+
+BAND = 0.2
+"""How far predictions were from real runs at most in `python -m benchmarks costs predicted`, on two busy cores; 8 of
+its 12 changes were within 10 %."""
+
+SHOWN = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "cut", "bucket_mb", "zero", "recompute"}
+"""The fields of a plan of which that benchmark changes one."""
+
+
+# ---- the answer
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step after some of the changes.
+
+    The three parts are averaged over ranks, and sum to the step time.
+
+    Attributes:
+        change: the last of the changes, in words; "" for the run itself.
+        plan: the plan.
+        timeline: the timeline of that step.
+    """
+
+    change: str
+    plan: Plan
+    timeline: Timeline
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the step."""
+        return self.timeline.step_time
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which a rank computes."""
+        return sum(self.timeline.busy) / self.timeline.world_size
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds in which a rank communicates and does not compute."""
+        return sum(self.timeline.exposed_comm) / self.timeline.world_size
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which a rank does neither: it waits for what others compute, or for data."""
+        return self.step_time - self.compute - self.exposed_communication
+
+
+@dataclass(frozen=True)
+class WhatIf(WidgetResult, Answer):
+    """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
+
+    Attributes:
+        rows: the run's typical step, and the step after each change on top of those before it.
+        error: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks costs
+            predicted`, on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on
+            GPUs.
+        played: bytes by rank and category of the run's own plan, played as the changed one is; None if no plan was
+            played. A played rank's buffers include temporaries, which a run does not record: compare `memory` with it.
+    """
+
+    rows: tuple[PredictedStep, ...]
+    error: float | None
+    played: list[dict[str, int]] | None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with all changes."""
+        return self.rows[-1].plan
+
+    @property
+    def before(self) -> Timeline:
+        """The run's typical step: the one of median length, on the virtual clock."""
+        return self.rows[0].timeline
+
+    @property
+    def answer(self) -> Timeline:
+        """The predicted step, each rank on a device of its own."""
+        return self.rows[-1].timeline
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The seconds between which real runs were; None where no runs have shown how far off such predictions are."""
+        step = self.step_time
+        return None if self.error is None else (step * (1 - self.error), step * (1 + self.error))
+
+    @property
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+        if self.error == 0:
+            return Basis("the run's own operations", "each rank on a device of its own, and the link's model")
+        return Basis(
+            "the time of each of the run's actions",
+            "how actions of another size, or a split backward, compare with the measured ones",
+        )
+
+    @property
+    def causes(self) -> list[tuple[str, float]]:
+        """What each change adds to the step, in seconds, on top of those before it; they sum to the whole change."""
+        pairs = pairwise(self.rows)
+        return [(after.change, after.step_time - before.step_time) for before, after in pairs]
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """The run beside the prediction, as `mk.compare` puts them: work and idle time by cause, and pictures."""
+        return compare_timelines([("run", self.before), ("what if", self.timeline())])
+
+    def gap(self) -> Mapping[str, float]:
+        """Return the parts of the difference in seconds, by op and by cause of idle time (`Comparison.gap`)."""
+        return self.comparison.gap()
+
+
+def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str, Any]) -> WhatIf:
+    """Predict a step of a run after some changes; `Run.what_if` says more.
+
+    Args:
+        run: a run that is over.
+        job: its training.
+        cluster: whose helper process to use; None: start one.
+        changes: what is different, in order.
+    """
+    asked = settings(run.plan, changes)
+    steps = _last_steps(run)
+    on_gpus = run.trace.meta.get("device") in TIMED_BY_EVENTS
+
+    def play(plan: Plan) -> Trace:
+        """Play two steps of a plan, of which the first sets up; each plan once."""
+        known, key = _PLAYED.setdefault(run, {}), plan.to_json()
+        if key not in known:
+            what, how = job.what, job.how
+            counted = play_training(
+                what.model, _first_batch(what.batches), plan, loss=what.loss, optimizer=how.optimizer,
+                max_grad_norm=how.max_grad_norm, steps=2, cluster=cluster,
+            )  # fmt: skip
+            known[key] = counted if on_gpus else with_starts(counted, START)
+        return known[key]
+
+    def typical(setting: ChangedPlan) -> Timeline:
+        """Return the step of median length in a setting."""
+        if setting.plan == run.plan:
+            whole = _replay(run.trace, setting)
+            found = [whole.step(number) for number in steps]
+        else:
+            own, changed = play(run.plan), play(setting.plan)
+            predicted = (Factors.from_traces(run.trace, each, own).apply_to(changed) for each in steps)
+            found = [_replay(each, setting).step(last_step(changed)) for each in predicted]
+        return sorted(found, key=lambda step: step.step_time)[(len(found) - 1) // 2]
+
+    rows = tuple(PredictedStep(each.change, each.plan, typical(each)) for each in asked)
+    played = Timeline.of(play(run.plan)).memory if asked[-1].plan != run.plan else None
+    changed = {
+        each.name
+        for each in fields(Plan)
+        for setting in asked
+        if getattr(setting.plan, each.name) != getattr(run.plan, each.name)
+    }
+    shown = 0.0 if not changed else BAND if changed <= SHOWN and not on_gpus else None
+    return WhatIf(rows, shown, played)
+
+
+_PLAYED: WeakKeyDictionary[Run, dict[str, Trace]] = WeakKeyDictionary()
+"""The plans that were played for a run, by their JSON."""
+
+
+def _last_steps(run: Run) -> list[int]:
+    """Return the numbers of the steps to replay.
+
+    Raises:
+        ValueError: the run goes on, or has none.
+    """
+    if not run.done:
+        raise ValueError("this run goes on; run.wait() waits for its end, and then run.what_if(...) predicts")
+    complete = Timeline.of(run.trace, clock="virtual").steps
+    if len(complete) < 2:
+        raise ValueError(
+            f"this run has {len(complete)} complete step{'s' * (len(complete) != 1)}, and the first one sets up: "
+            "train for two steps or more, cluster.train(..., steps=4)"
+        )
+    return complete[1:][-STEPS:]
+
+
+def _first_batch(batches: Any) -> tuple[Any, Any]:
+    """Return the first batch of a training's data."""
+    if first := getattr(batches, "first", None):  # of a stream, what was read before the start
+        batch: tuple[Any, Any] = first[0]
+    else:
+        batch = batches.part(0, slice(None))
+    return batch
+
+
+# ---- changes
+
 EXAMPLE = 'run.what_if(link=2, microbatches=16, schedule="zb_h1")'
 
 
@@ -102,38 +292,56 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
         else:
             waiting, failed = {}, None
     if failed is not None:
-        raise ValueError(f"run.what_if({_call(waiting)}) of {plan}: {failed}") from None
+        asked = ", ".join(f"{name}={value!r}" for name, value in waiting.items())
+        raise ValueError(f"run.what_if({asked}) of {plan}: {failed}") from None
     return found
+
+
+def _check_names(changes: Mapping[str, Any]) -> None:
+    known = ["link", "overlap", "ranks", *(field.name for field in fields(Plan))]
+    if not changes:
+        raise ValueError(f"run.what_if() changes nothing; give what is to be different, as in {EXAMPLE}")
+    for name in changes:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}={changes[name]!r}?" if near else keywords().get(name, "")
+            raise ValueError(
+                f"run.what_if({name}=...): there is no such change{'; ' + hint if hint else '.'} There are "
+                f"{', '.join(known)}, as in {EXAMPLE}"
+            )
 
 
 def _apply_changes(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPlan:
     """Return the setting after some changes at once."""
-    link, overlap = before.link, before.overlap
-    if "link" in changes:
-        link *= _factor(changes["link"])
-    if "overlap" in changes:
-        overlap = _flag(changes["overlap"])
-    fields_changed = {name: value for name, value in changes.items() if name not in (*OF_MACHINE, "ranks")}
-    if fields_changed.get("cut") == "balanced":
-        fields_changed["cut"] = None
-    if "ranks" in changes:
-        fields_changed |= _ranks(before.plan, changes["ranks"])
-    words = ", ".join(_words(name, value) for name, value in changes.items())
-    plan = change_plan(before.plan, **_without_old_stages(before.plan, fields_changed))
-    return ChangedPlan(words, plan, link, overlap)
+    link, overlap, plan, words = before.link, before.overlap, before.plan, []
+    of_plan: dict[str, Any] = {}
+    for name, value in changes.items():
+        words.append(f"{name} {getattr(value, 'name', value)}")
+        if name == "link":
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not isfinite(value) or value <= 0:
+                raise ValueError(
+                    f"link={value!r}: give how many times as fast messages are: link=2, or link=0.5 for half the speed"
+                )
+            link, words[-1] = link * value, f"link x{value:g}"
+        elif name == "overlap":
+            if not isinstance(value, bool):
+                raise ValueError(
+                    f"overlap={value!r}: overlap=False lets each rank wait for every communication at once"
+                )
+            overlap, words[-1] = value, "overlap" if value else "no overlap"
+        elif name == "ranks":
+            of_plan |= _degree_of(plan, value)
+        else:
+            of_plan[name] = None if (name, value) == ("cut", "balanced") else value
+    if "schedule" in of_plan:  # with the stages per rank that it can have, if no change says how many
+        known = SCHEDULES.get(of_plan["schedule"]) if isinstance(of_plan["schedule"], str) else None
+        several = known is not None and known.per_rank == ANY
+        of_plan.setdefault("virtual_stages", max(2, plan.virtual_stages) if several else 1)
+    return ChangedPlan(", ".join(words), change_plan(plan, **of_plan), link, overlap)
 
 
-def _without_old_stages(plan: Plan, changed: dict[str, Any]) -> dict[str, Any]:
-    """Give a schedule the stages per rank that it can have, where the change says nothing about them."""
-    if "schedule" not in changed or "virtual_stages" in changed:
-        return changed
-    known = SCHEDULES.get(changed["schedule"]) if isinstance(changed["schedule"], str) else None
-    if known is not None and known.per_rank == ANY:
-        return {"virtual_stages": max(2, plan.virtual_stages)} | changed
-    return {"virtual_stages": 1} | changed
-
-
-def _ranks(plan: Plan, ranks: Any) -> dict[str, int]:
+def _degree_of(plan: Plan, ranks: Any) -> dict[str, int]:
     """Return the degree that makes the plan take so many ranks: of the axis that has several, dp if more have."""
     degrees = {axis: getattr(plan, axis) for axis in ("pp", "dp", "tp", "cp")}
     several = [axis for axis, degree in degrees.items() if degree > 1]
@@ -147,47 +355,17 @@ def _ranks(plan: Plan, ranks: Any) -> dict[str, int]:
     return {axis: ranks // others}
 
 
-def _check_names(changes: Mapping[str, Any]) -> None:
-    known = [*OF_MACHINE, "ranks", *(field.name for field in fields(Plan))]
-    if not changes:
-        raise ValueError(f"run.what_if() changes nothing; give what is to be different, as in {EXAMPLE}")
-    for name in changes:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}={changes[name]!r}?" if near else keywords().get(name, "")
-            raise ValueError(
-                f"run.what_if({name}=...): there is no such change{'; ' + hint if hint else '.'} There are "
-                f"{', '.join(known)}, as in {EXAMPLE}"
-            )
+# ---- another machine, whose ranks compute the same
 
 
-def _factor(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not isfinite(value) or value <= 0:
-        raise ValueError(
-            f"link={value!r}: give how many times as fast messages are: link=2, or link=0.5 for half the speed"
-        )
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"overlap={value!r}: overlap=False lets each rank wait for every communication at once"
-        )
-    return value
-
-
-def _words(name: str, value: Any) -> str:
-    if name == "link":
-        return f"link x{value:g}"
-    if name == "overlap":
-        return "overlap" if value else "no overlap"
-    return f"{name} {getattr(value, 'name', value)}"
-
-
-def _call(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in changes.items())
+def _replay(trace: Trace, setting: ChangedPlan) -> Timeline:
+    if not setting.overlap:
+        trace = without_overlap(trace)
+    if setting.link == 1:
+        return Timeline.of(trace, clock="virtual")
+    name = str(trace.meta.get("hardware"))
+    machine = find(name if name in find() else "cpu")
+    return Timeline.of(trace, faster(machine, setting.link), clock="virtual")
 
 
 def faster(machine: Hardware, factor: float) -> Hardware:
@@ -198,8 +376,6 @@ def faster(machine: Hardware, factor: float) -> Hardware:
     >>> before.time(Kind.ALL_REDUCE, 1e6, [0, 1]) / after.time(Kind.ALL_REDUCE, 1e6, [0, 1])
     2.0
     """
-    if factor == 1:
-        return machine
 
     def speed_up(link: Link) -> Link:
         return replace(
@@ -214,7 +390,10 @@ def faster(machine: Hardware, factor: float) -> Hardware:
 
 
 def without_overlap(trace: Trace) -> Trace:
-    """Return the trace with a wait after each collective and each send."""
+    """Return the trace with a wait after each collective and each send.
+
+    A receive is waited for where it was: a rank that waited for a message before it sends its own could wait forever.
+    """
     return replace(trace, ranks=[_add_waits(rank) for rank in trace.ranks])
 
 
@@ -240,130 +419,9 @@ def _add_waits(rank: RankTrace) -> RankTrace:
     return replace(rank, ops=longer, memory=memory, sent_parts=parts)
 
 
-def _lies_in_action(ops: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _lies_in_action(ops: Array) -> Array:
     """Return 1 for each communication that was issued within an action, else 0."""
     outer = (ops["kind"] < Kind.SEND) & (ops["depth"] == 0)
     last = np.maximum.accumulate(np.where(outer, np.arange(len(ops)), -1))
     within = (last >= 0) & (ops["kind"][last] < Kind.WAIT) & (ops["start"] < ops["end"][last])
     return within.astype(ops["depth"].dtype)
-
-
-STEPS = 9
-"""Steps of the run at most, its last ones, each of which is replayed."""
-
-START = 30e-6
-"""Seconds of a core that an operator takes beside its roofline: fitted to forwards and backwards of GPT blocks of width
-192 with 1 to 16 sequences of 64 tokens, on the kit's test machine."""
-
-BAND = 0.2
-"""How far predictions were from real runs at most in `python -m benchmarks costs predicted`, on two busy cores; 8 of
-its 12 changes were within 10 %."""
-
-SHOWN = ("pp", "dp", "microbatches", "schedule", "virtual_stages", "cut", "bucket_mb", "zero", "recompute")
-"""The fields of a plan of which that benchmark changes one."""
-
-
-def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str, Any]) -> WhatIf:
-    """Predict a step of a run after some changes; `Run.what_if` says more.
-
-    Args:
-        run: a run that is over.
-        job: its training.
-        cluster: whose helper process to use; None: start one.
-        changes: what is different, in order.
-    """
-    # ---- check
-    asked = settings(run.plan, changes)
-    recorded = _RunRecord(run, job, cluster)
-    # ---- count, factor, predict, replay
-    rows = tuple(PredictedStep(each.change, each.plan, recorded.typical(each)) for each in asked)
-    # ---- memory
-    is_played = asked[-1].plan != run.plan
-    played = Timeline.of(recorded.play_plan(run.plan)).memory if is_played else None
-    return WhatIf(rows, recorded.error(asked), played)
-
-
-class _RunRecord:
-    """What a run recorded, and the plans that were played for it."""
-
-    def __init__(self, run: Run, job: TrainJob, cluster: Cluster | None) -> None:
-        if not run.done:
-            raise ValueError(
-                "this run goes on; run.wait() waits for its end, and then run.what_if(...) predicts"
-            )
-        self.trace, self.plan, self._cluster = run.trace, run.plan, cluster
-        complete = Timeline.of(self.trace, clock="virtual").steps
-        self.steps = complete[1:][-STEPS:]
-        if not self.steps:
-            raise ValueError(
-                f"this run has {len(complete)} complete step{'s' * (len(complete) != 1)}, and the first one sets up: "
-                "train for two steps or more, cluster.train(..., steps=4)"
-            )
-        self._on_gpus = self.trace.meta.get("device") in TIMED_BY_EVENTS
-        self._known = _PLAYED.setdefault(run, {})
-        self._training: PlayedTraining | None = None
-        self._job = job
-
-    def typical(self, setting: ChangedPlan) -> Timeline:
-        """Return the step of median length in a setting."""
-        if setting.plan == self.plan:
-            whole = self._replay_trace(self.trace, setting)
-            found = [whole.step(number) for number in self.steps]
-        else:
-            own, changed = self.play_plan(self.plan), self.play_plan(setting.plan)
-            last = last_step(changed)
-            found = [
-                self._replay_trace(
-                    Factors.from_traces(self.trace, number, own).apply_to(changed), setting
-                ).step(last)
-                for number in self.steps
-            ]
-        return sorted(found, key=lambda step: step.step_time)[(len(found) - 1) // 2]
-
-    def error(self, asked: list[ChangedPlan]) -> float | None:
-        """Return how far off such predictions were; 0 for a replay, None if no runs have shown it."""
-        if all(each.plan == self.plan for each in asked):
-            return 0.0
-        changed = {
-            each.name
-            for each in fields(Plan)
-            for setting in asked
-            if getattr(setting.plan, each.name) != getattr(self.plan, each.name)
-        }
-        return None if self._on_gpus or not changed <= set(SHOWN) else BAND
-
-    def play_plan(self, plan: Plan) -> Trace:
-        """Play two steps of a plan, of which the first sets up; each plan once."""
-        key = plan.to_json()
-        if key not in self._known:
-            if self._training is None:
-                what, how = self._job.what, self._job.how
-                self._training = PlayedTraining(
-                    what.model, _first_batch(what.batches), loss=what.loss, optimizer=how.optimizer,
-                    max_grad_norm=how.max_grad_norm,
-                )  # fmt: skip
-            counted = self._training.trace(plan, steps=2, cluster=self._cluster)
-            self._known[key] = counted if self._on_gpus else with_starts(counted, START)
-        return self._known[key]
-
-    def _replay_trace(self, trace: Trace, setting: ChangedPlan) -> Timeline:
-        if not setting.overlap:
-            trace = without_overlap(trace)
-        if setting.link == 1:
-            return Timeline.of(trace, clock="virtual")
-        name = str(trace.meta.get("hardware"))
-        machine = find(name if name in find() else "cpu")
-        return Timeline.of(trace, faster(machine, setting.link), clock="virtual")
-
-
-_PLAYED: WeakKeyDictionary[Run, dict[str, Trace]] = WeakKeyDictionary()
-"""The plans that were played for a run, by their JSON."""
-
-
-def _first_batch(batches: Any) -> tuple[Any, Any]:
-    """Return the first batch of a training's data."""
-    if first := getattr(batches, "first", None):  # of a stream, what was read before the start
-        batch: tuple[Any, Any] = first[0]
-    else:
-        batch = batches.part(0, slice(None))
-    return batch

@@ -43,7 +43,7 @@ DRY_RUN = Basis(
     "nothing; the strategy's own code runs on tensors without content", "times, by a roofline per operator"
 )
 PROFILED = Basis(
-    "the whole model's forward, backward and update; the link",
+    "the whole model's forward, backward and update; what a rank spends on communication",
     "how a plan's operators compare with the whole model's",
 )
 

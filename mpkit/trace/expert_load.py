@@ -66,10 +66,7 @@ class ExpertLoad(DrawnResult):
         ]
         return data_frame(listed, columns)
 
-    def balance(
-        self, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
-        step: int = -1, window: int = 1,
-    ) -> Any:  # fmt: skip
+    def balance(self, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1, step: int = -1) -> Any:
         """Return where DeepSeek's balancer (EPLB) would place the experts, some of them more than once.
 
         >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
@@ -84,7 +81,6 @@ class ExpertLoad(DrawnResult):
             groups: into how many groups the router divides the experts (`n_group` of DeepSeek-V3). If nodes divide
                 them, the groups of a node stay together.
             step: the step's place among those that were counted; -1: the last one.
-            window: from the rows of how many steps up to this one the placement follows.
 
         Returns:
             An `ExpertBalance`: `layers` with `phy2log`, `load_before` and `load_after`; `imbalance`, `time_ratio`,
@@ -94,8 +90,8 @@ class ExpertLoad(DrawnResult):
             ValueError: there is no such step, or the numbers do not divide; the message says which would.
         """
         return resolve_name("mpkit.prediction.experts.expert_balance:balance_load")(
-            self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step, window=window,
-        )  # fmt: skip
+            self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step
+        )
 
     __repr__ = DrawnResult.__str__
 

@@ -22,10 +22,9 @@ from benchmarks.published import (
 )
 from benchmarks.published_rows import read_folder
 from mpkit.plan.plan import Plan
-from mpkit.prediction.cost_model.calibrate import Observation, left_out
 from mpkit.prediction.cost_model.estimate import estimate
 from mpkit.prediction.cost_model.memory import MemoryModel
-from mpkit.prediction.cost_model.preset import UNFITTED, preset_for, presets
+from mpkit.prediction.cost_model.preset import UNFITTED, Observation, left_out, preset_for, presets
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
 H200 = ROWS.parent / "gpu" / "h200.json"

@@ -19,7 +19,6 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.plan.axes import AXES
 from mpkit.plan.mesh import Mesh
 from mpkit.prediction.dry_run.mirror import RankMirror
-from mpkit.prediction.dry_run.trace import played_memory
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
 from tests.fakes import adamw, sgd
 from tests.serial import Clusters
@@ -146,21 +145,21 @@ def constructed(rate: float) -> nn.Module:
 
 def test_a_constructor_may_read_tensors(clusters: Clusters) -> None:
     shape = torch.empty(4, 8, device="meta")
-    held = played_memory(
-        lambda: constructed(0.0), mk.Plan.serial(), (shape, shape), F.mse_loss, torch.optim.AdamW,
+    trace = mk.trace_fake(
+        lambda: constructed(0.0), mk.Plan.serial(), batch=(shape, shape), loss=F.mse_loss, optimizer=torch.optim.AdamW,
         cluster=clusters(1),
     )  # fmt: skip
-    assert held[0]["params"] == 4 * (8 * 8 + 8)
+    assert mk.Timeline.of(trace).memory[0]["params"] == 4 * (8 * 8 + 8)
 
 
 def test_the_loss_holds_two_more_copies_of_the_logits(clusters: Clusters) -> None:
     """The gradients of nll_loss and of log_softmax, beside the log_softmax that was saved; weights are few."""
     n, vocab = 64, 4096
     x, y = torch.empty(n, 1, device="meta"), torch.empty(n, dtype=torch.long, device="meta")
-    held = played_memory(
-        lambda: nn.Sequential(nn.Linear(1, vocab, bias=False)), mk.Plan.serial(), (x, y), F.cross_entropy,
-        torch.optim.SGD, cluster=clusters(1),
+    trace = mk.trace_fake(
+        lambda: nn.Sequential(nn.Linear(1, vocab, bias=False)), mk.Plan.serial(), batch=(x, y), loss=F.cross_entropy,
+        optimizer=torch.optim.SGD, cluster=clusters(1),
     )  # fmt: skip
-    logits = 4 * n * vocab
-    assert held[0]["buffers"] == pytest.approx(2 * logits, rel=0.01)
-    assert held[0]["activations"] == pytest.approx(logits, rel=0.01)
+    logits, (held,) = 4 * n * vocab, mk.Timeline.of(trace).memory
+    assert held["buffers"] == pytest.approx(2 * logits, rel=0.01)
+    assert held["activations"] == pytest.approx(logits, rel=0.01)

@@ -228,7 +228,6 @@ def test_a_balance_says_what_it_would_do() -> None:
         ({"replicas": 16, "gpus": 4, "groups": 0}, "each of them is at least 1"),
         ({"replicas": 16, "gpus": 16}, "divided over 1 to 12 GPUs"),
         ({"replicas": 16, "gpus": 4, "step": 1}, "1 steps were counted, 0 to 0"),
-        ({"replicas": 16, "gpus": 4, "window": 0}, "window=1 is one"),
     ],
 )
 def test_numbers_that_do_not_divide_are_rejected_with_ones_that_do(

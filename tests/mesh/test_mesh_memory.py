@@ -15,8 +15,7 @@ The kit's block keeps, in elements of N h, with dropout 0 and attention that mak
     out       its input 4/t
 
 So 4 + 12/t of N h, two bytes each: 8 + 24/t; and x = 2 x 2 x 2/h + 4 a/h, of which attention's part is shared. Dropout
-would add 2 masks: the paper's 34 (`test_played_memory` plays the paper's block). Selective recomputation drops the
-log-sum-exp, full recomputation all but 2 s b h.
+would add 2 masks: the paper's 34. Selective recomputation drops the log-sum-exp, full recomputation all but 2 s b h.
 """
 
 from __future__ import annotations

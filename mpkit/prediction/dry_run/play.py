@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,70 +46,52 @@ from mpkit.trace.files import read_rank
 from mpkit.trace.record.counted_clock import CountedRecorder, CountingMode
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["PlayedScript", "Script", "play"]
+__all__ = ["play"]
 
 
-@dataclass(frozen=True)
-class Script:
-    """The training to play.
+Played = tuple[dict[int, RankTrace], list[int], dict[str, Any]]
+"""The records by the rank that was played; by rank, the played rank that does the same; and the Trace's meta."""
 
-    Attributes:
+
+def play(
+    context: Context, model_fn: Callable[[], nn.Module], batch: Any, plan: Plan, how: dict[str, Any], device: Device
+) -> Played | str | None:  # fmt: skip
+    """Play the ranks of a training that differ, one after the other; `trace_fake` runs this on a rank of its own.
+
+    Args:
+        context: of a rank; one is enough, and the others of its cluster do nothing.
         model_fn: makes the model.
         batch: (inputs, targets), of which only the shapes matter; or a function that makes them.
-        plan, loss, optimizer, steps, max_grad_norm: as in `Cluster.train`.
+        plan, how: as in `Cluster.train`.
         device: the device whose times are counted.
+
+    Returns:
+        What was played; or why it could not be: the user's mistake, in words.
     """
-
-    model_fn: Callable[[], nn.Module]
-    batch: Any
-    plan: Plan
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    steps: int
-    max_grad_norm: float | None
-    device: Device
-
-
-@dataclass
-class PlayedScript:
-    """The result of playing a script.
-
-    Attributes:
-        ranks: the records, by the rank that was played.
-        stands_for: by rank, the played rank that does the same.
-        meta: the Trace's meta.
-        error: why it could not be played: the user's mistake, in words.
-    """
-
-    ranks: dict[int, RankTrace] = field(default_factory=dict)
-    stands_for: list[int] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-
-
-def play(context: Context, script: Script) -> PlayedScript | None:
-    """Play the ranks that the script needs, one after the other; `trace_fake` runs this on a rank of its own."""
     if context.rank:
-        return None  # on a cluster with several ranks, one is enough
-    played, said = PlayedScript(), Said()
+        return None
+    ranks, said = {}, Said()
     try:
         mode = _without_content()
         with mode:
             # ---- build
-            job = _job(script, mode)
-        played.meta = job.meta
-        even = len(job.where.local) == 1
-        played.stands_for = kinds(script.plan, job.meta["batch_size"], even=even)
-        for rank in order(played.stands_for, script.plan):
+            made = _make_model(model_fn, mode)
+            job = prepare(made, [_batch_of(batch, mode)], plan, ranks=plan.ranks, **how)
+        stands_for = kinds(plan, job.meta["batch_size"], even=len(job.where.local) == 1)
+        for rank in order(stands_for, plan):
             # ---- join
             dist.destroy_process_group()
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=script.plan.ranks)
-            recorded = _play_one(rank, script, job, mode, said)
-            if rank in played.stands_for:
-                played.ranks[rank] = recorded
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.ranks)
+            with mode:
+                # Each rank gets a model of its own: strategies change it, and checks have left references to the first
+                # one, which prevent torch from moving it.
+                anew = job.with_model(_make_model(model_fn, mode))
+                recorded = _play_one(rank, plan.ranks, anew, CountingMode(device), said)
+            if rank in stands_for:
+                ranks[rank] = recorded
     except ValueError as error:
-        played.error = str(error)
-    return played
+        return str(error)
+    return ranks, stands_for, job.meta
 
 
 Said = dict[tuple[str, int], Tensor]
@@ -153,19 +134,15 @@ class FakeCommunicator(Communicator):
         return whole
 
 
-def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeMode, said: Said) -> RankTrace:
-    plan, device = script.plan, torch.device("cpu")
-    counting = CountingMode(script.device)
+def _play_one(rank: int, ranks: int, job: TrainJob, counting: CountingMode, said: Said) -> RankTrace:
+    """Train as one of so many ranks; called under the mode of no content."""
+    device = torch.device("cpu")
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
         recorder = CountedRecorder(Path(folder), rank, counting)
-        with mode:
-            # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
-            # which prevent torch from moving it.
-            job = job.with_model(_make_model(script.model_fn, mode))
-            comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
-            # ---- count, train
-            with counting, LOCK, _taken_for_real():
-                train(Context(rank, plan.ranks, device, comm, recorder), job)
+        comm = FakeCommunicator(Wire(rank, ranks, recorder, device, "fake"), counting, said)
+        # ---- count, train
+        with counting, LOCK, _taken_for_real():
+            train(Context(rank, ranks, device, comm, recorder), job)
         recorder.close("finished")
         return read_rank(Path(folder), rank)
 
@@ -224,23 +201,9 @@ def _without_content() -> FakeMode:
     return mode
 
 
-def _job(script: Script, mode: FakeMode) -> TrainJob:
-    """Prepare a training on tensors without content, checked and cut like a real one."""
-    return prepare(
-        _make_model(script.model_fn, mode),
-        [_batch_of(script, mode)],
-        script.plan,
-        loss=script.loss,
-        optimizer=script.optimizer,
-        steps=script.steps,
-        ranks=script.plan.ranks,
-        max_grad_norm=script.max_grad_norm,
-    )
-
-
-def _batch_of(script: Script, mode: FakeMode) -> tuple[Value, Value]:
+def _batch_of(batch: Any, mode: FakeMode) -> tuple[Value, Value]:
     """Return the batch without its content; called under the fake mode."""
-    pair = script.batch() if callable(script.batch) else script.batch
+    pair = batch() if callable(batch) else batch
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         kind = type(pair).__name__
         raise ValueError(
@@ -256,6 +219,8 @@ def _fake_tensor(tensor: Tensor, mode: FakeMode) -> Tensor:
     """Return a tensor, or a parameter, without content."""
     if isinstance(tensor, FakeTensor):
         return tensor
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(_fake_tensor(tensor.detach(), mode), tensor.requires_grad)
-    return mode.from_tensor(tensor) if not tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_meta:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    else:
+        made = mode.from_tensor(tensor.detach())
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -6,8 +6,6 @@ Phases:
     play     the ranks that differ, one after the other (`mpkit.prediction.dry_run.play`)
     mirror   every rank gets the records of the one that does the same (`mpkit.prediction.dry_run.mirror`)
 
-The most that each rank of a training would hold at a time, played without its memory.
-
 A played training has its storages, though nothing is in them: each is counted from when an operator makes it until
 nobody refers to it any more, so that what only exists for a moment (the copies of the logits in a loss's backward, a
 gathered layer, an optimizer's square root) is in the peak if that is when the peak is. `benchmarks/memory.py` holds
@@ -21,9 +19,8 @@ fragmentation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 
 from mpkit.common.tracebacks import public
@@ -34,12 +31,9 @@ from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.strategies.prepare.prepare import warn_if_unwise
-from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
+from mpkit.trace import Trace
 
-if TYPE_CHECKING:
-    from mpkit.prediction.dry_run.play import PlayedScript
-
-__all__ = ["held_at_peak", "played_memory", "trace_fake"]
+__all__ = ["trace_fake"]
 
 
 @public
@@ -87,38 +81,31 @@ def trace_fake(
         ValueError: the machine has too few devices; or the model, batch or loss cannot work.
         RankFailed: the model reads its tensors' values, which are not there.
     """
-    from mpkit.prediction.dry_run.play import Script, play
+    from mpkit.prediction.dry_run.play import play
 
     # ---- check
     _check(model_fn, plan)
     machine = find(hardware or enough_a100(plan.ranks))
     check_enough(machine, plan.ranks, "trace_fake")
-    script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device)
     # ---- play
+    how = {"loss": loss, "optimizer": optimizer, "steps": steps, "max_grad_norm": max_grad_norm}
     with borrow_cluster(cluster) as used:
-        played = used.run(play, script)[0]
-    if played.error:
-        raise ValueError(played.error)
+        played = used.run(play, model_fn, batch, plan, how, machine.device)[0]
+    if isinstance(played, str):
+        raise ValueError(played)
     # ---- mirror
-    return _mirror_records(played, plan, machine)
-
-
-def _mirror_records(played: PlayedScript, plan: Plan, machine: Hardware) -> Trace:
-    """Give every rank the records of the one that does the same; the meta says which ranks were played."""
-    first = min(played.ranks)
+    records, stands_for, meta = played
+    mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in records.items()}
     fake = {
-        "played": sorted(played.ranks),
-        "stands_for": played.stands_for,
+        "played": sorted(records),
+        "stands_for": stands_for,
         "device": machine.device.name,
         "clock": "operator by operator: FLOPs or bytes on that device, whichever takes longer",
     }
     meta = {
-        "world_size": plan.ranks, "device": "cpu", "backend": "fake", **played.meta,
-        "hardware": machine.name, "fake": fake,
+        "world_size": plan.ranks, "device": "cpu", "backend": "fake", **meta, "hardware": machine.name, "fake": fake,
     }  # fmt: skip
-    assert played.ranks[first].state == "finished"
-    mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in played.ranks.items()}
-    return Trace([mirrors[each].trace_of(other) for other, each in enumerate(played.stands_for)], meta)
+    return Trace([mirrors[each].trace_of(other) for other, each in enumerate(stands_for)], meta)
 
 
 def _check(model_fn: Any, plan: Any) -> None:
@@ -130,45 +117,3 @@ def _check(model_fn: Any, plan: Any) -> None:
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 64)")
     warn_if_unwise(plan)
-
-
-# ---- memory
-
-
-def played_memory(
-    model_fn: Callable[[], torch.nn.Module], plan: Plan, batch: Any,
-    loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    *, steps: int = 3, hardware: Hardware | str | None = None, cluster: Cluster | None = None,
-) -> dict[int, dict[str, int]]:  # fmt: skip
-    """Return by rank the bytes of each category at the moment when the rank holds most; they sum to the peak.
-
-    >>> import torch, mpkit as mk
-    >>> held = played_memory(
-    ...     lambda: torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False)), mk.Plan.zero(3, 4),
-    ...     (torch.empty(8, 1024, device="meta"),) * 2, torch.nn.functional.mse_loss, torch.optim.AdamW)
-    >>> held[0]["params"], held[0]["optimizer"]  # 4 bytes for each of 2^20 weights, and 8, of which a quarter is here
-    (1048576, 2097152)
-
-    Args:
-        model_fn, plan, batch, loss, optimizer: as for `mk.trace_fake`.
-        steps: the steps in which the peak is looked for; an optimizer's states are there from the second on.
-        hardware: the machine; on "cpu" the memory that oneDNN's convolutions and LSTMs take is counted.
-        cluster: as for `mk.trace_fake`.
-    """
-    trace = trace_fake(
-        model_fn, plan, batch=batch, loss=loss, optimizer=optimizer, steps=steps, hardware=hardware, cluster=cluster
-    )  # fmt: skip
-    played = {each: held_at_peak(trace.ranks[each]) for each in sorted(set(trace.meta["fake"]["stands_for"]))}
-    return {rank: dict(played[other]) for rank, other in enumerate(trace.meta["fake"]["stands_for"])}
-
-
-def held_at_peak(rank: RankTrace) -> dict[str, int]:
-    """Return what a rank held, by category, when it held most between its first step's begin and its last one's end."""
-    memory, steps = rank.memory, rank.ops[rank.ops["kind"] == Kind.STEP]
-    levels = np.zeros((len(memory) + 1, len(CATEGORIES)), np.int64)
-    levels[np.arange(1, len(memory) + 1), memory["category"]] = memory["delta"]
-    levels = levels.cumsum(axis=0)
-    first = int(np.searchsorted(memory["time"], steps["start"].min()))
-    last = int(np.searchsorted(memory["time"], steps["end"].max(), side="right"))
-    most = first + int(levels[first : last + 1].sum(axis=1).argmax())
-    return dict(zip(CATEGORIES, levels[most].tolist(), strict=True))

@@ -2,8 +2,8 @@
 
 scaling, memory_by_strategy    trainings that they start themselves, by ranks and by strategy
 compare                        runs that exist already
-profile, measured_times        a model measured on this machine, and plans predicted from that
-factors                        what trainings that are played count, and how far it is off
+profile                        a model measured on this machine, and plans predicted from that
+factors                        what trainings that are played count, and how far that is off
 """
 
 from mpkit.prediction.experiments.compare import bubble_curve, memory_by_plan

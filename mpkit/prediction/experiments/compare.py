@@ -20,26 +20,9 @@ from mpkit.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BubbleCurve", "BubblePoint", "MemoryByPlan", "bubble_curve", "memory_by_plan"]
+__all__ = ["BubbleCurve", "MemoryByPlan", "bubble_curve", "memory_by_plan"]
 
 # ---- bubbles by micro-batches
-
-
-@dataclass(frozen=True)
-class BubblePoint:
-    """One run, in its last complete step.
-
-    Attributes:
-        microbatches: m.
-        formula: the bubble in theory; None where there is no formula.
-        bubble: the bubble of the run.
-        step_time: seconds per step.
-    """
-
-    microbatches: int
-    formula: float | None
-    bubble: float
-    step_time: float
 
 
 @dataclass(frozen=True)
@@ -48,11 +31,11 @@ class BubbleCurve(DrawnResult):
 
     Attributes:
         plan: the plan of the run with the most micro-batches; it has the schedule, p and v of the line.
-        points: one per run, by m.
+        runs: by m, the run's timeline.
     """
 
     plan: Plan
-    points: tuple[BubblePoint, ...]
+    runs: Mapping[int, Timeline]
 
     def formula(self, m: int) -> float | None:
         """Return the bubble in theory with m micro-batches; None where the papers give none.
@@ -62,20 +45,14 @@ class BubbleCurve(DrawnResult):
         0.15789473684210525
         """
         named = isinstance(self.plan.schedule, str)
-        return _theory(replace(self.plan, microbatches=m)) if named else None
+        exact = replace(self.plan, microbatches=m).bubble_in_theory if named else None
+        return None if exact is None else float(exact)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per run: formula, measured (the bubble) and seconds per step, by the number of micro-batches."""
-        rows = [
-            {
-                "micro-batches": p.microbatches,
-                "formula": p.formula,
-                "measured": p.bubble,
-                "seconds per step": p.step_time,
-            }
-            for p in self.points
-        ]
-        return data_frame(rows).set_index("micro-batches")
+        rows = [(m, self.formula(m), run.bubble, run.step_time) for m, run in self.runs.items()]
+        columns = ["micro-batches", "formula", "measured", "seconds per step"]
+        return data_frame(rows, columns).set_index("micro-batches")
 
 
 @public
@@ -103,14 +80,12 @@ def bubble_curve(runs: Iterable[HasTimeline]) -> BubbleCurve:
             f"bubble_curve([{wrong[0]!r}]): give Runs or Timelines, such as "
             "[mk.simulate(mk.Plan.gpipe(4, m)) for m in (1, 2, 4)]"
         )
-    timelines: list[Timeline] = [each.timeline() for each in given]
-    by_m: list[tuple[Plan, Timeline]] = sorted(
-        ((Plan.from_json(each.meta["plan"]), each) for each in timelines), key=lambda it: it[0].microbatches
-    )
-    if not by_m:
+    timelines = [each.timeline() for each in given]
+    plans = [Plan.from_json(each.meta["plan"]) for each in timelines]
+    if not plans:
         raise ValueError("bubble_curve([]): give one run or more, such as [mk.simulate(mk.Plan.gpipe(4, 8))]")
-    last = by_m[-1][0]
-    for plan, _ in by_m:
+    last = max(plans, key=lambda plan: plan.microbatches)
+    for plan in plans:
         if plan.pp < 2:
             raise ValueError(
                 f"bubble_curve: {plan!r} is no pipeline; pp=2 or more has a bubble, as Plan.gpipe(4, 8) has"
@@ -120,22 +95,14 @@ def bubble_curve(runs: Iterable[HasTimeline]) -> BubbleCurve:
                 f"bubble_curve: {plan!r} and {last!r} differ in more than their micro-batches, so that no line fits "
                 "both: make a curve of each"
             )
-    points = [
-        BubblePoint(plan.microbatches, _theory(plan), timeline.bubble, timeline.step_time)
-        for plan, timeline in by_m
-    ]
-    return BubbleCurve(last, tuple(points))
+    by_m = {plan.microbatches: each for plan, each in zip(plans, timelines, strict=True)}
+    return BubbleCurve(last, dict(sorted(by_m.items())))
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:
     """Return what runs on one curve have in common: with one micro-batch, naive model parallelism is GPipe."""
     schedule = GPIPE if plan.schedule == NAIVE and plan.microbatches == 1 else plan.schedule
     return schedule, plan.pp, plan.virtual_stages, plan.recompute
-
-
-def _theory(plan: Plan) -> float | None:
-    exact = plan.bubble_in_theory
-    return None if exact is None else float(exact)
 
 
 # ---- memory by plan
@@ -150,16 +117,6 @@ class MemoryByPlan(DrawnResult):
     """
 
     timelines: Mapping[str, Timeline]
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per plan and rank: bytes by category, each at its own peak, and the most held at once, total."""
-        return data_frame(
-            [
-                {"plan": name, "rank": rank, **held}
-                for name, timeline in self.timelines.items()
-                for rank, held in enumerate(timeline.peak_memory)
-            ]
-        )
 
 
 @public
@@ -183,21 +140,17 @@ def memory_by_plan(runs: Mapping[str, HasTimeline]) -> MemoryByPlan:
     1F1B   1       1 micro-batch
     """
     given: Any = runs
-    if not isinstance(given, Mapping) or not given:
+    wrong = not isinstance(given, Mapping) or not given
+    if wrong or not all(isinstance(each, HasTimeline) for each in given.values()):
         raise ValueError(
             f"memory_by_plan({runs!r}): give Runs or Timelines by name, such as {{'GPipe': gpipe, '1F1B': other}}"
         )
-    last: dict[str, Timeline] = {}
-    for name, run in given.items():
-        timeline = run.timeline() if isinstance(run, HasTimeline) else None
-        if not isinstance(timeline, Timeline):
-            raise ValueError(
-                f"memory_by_plan({{{name!r}: {run!r}}}): give a Run or a Timeline, such as run.timeline()"
-            )
-        last[name] = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
-    if len({timeline.clock == "simulated" for timeline in last.values()}) > 1:
+    timelines: dict[str, Timeline] = {name: run.timeline() for name, run in given.items()}
+    if len({timeline.clock == "simulated" for timeline in timelines.values()}) > 1:
         raise ValueError(
             "memory_by_plan: simulations count micro-batches and runs count bytes, which have no common scale: "
             "give the one or the other"
         )
-    return MemoryByPlan(last)
+    return MemoryByPlan(
+        {name: each.step(each.steps[-1]) if each.steps else each for name, each in timelines.items()}
+    )

@@ -1,19 +1,15 @@
-"""Factors by which replays and plays are off, and trainings that are played to find them.
+"""Factors by which plays are off, and the training that is played with any plan to find them.
 
 Factors: how much longer actions take than a played plan counts for them.
 
     measured    seconds of an action on a rank, from a run or a profile
-    counted     seconds of the same action played on tensors without content (`mk.trace_fake`)
+    counted     seconds of the same action played on tensors without content (`mk.trace_fake`), on an assumed core
     factor      measured / counted; it is applied to the actions of another played plan
 
 So the plan's own code says which operators there are and how they change with the size of a micro-batch, and what was
 measured says how fast they are here. `mk.profile` has factors of the whole model by kind of action, `Run.what_if` has
-one for each action of a step.
-
-A training that can be played with any plan: what `mk.profile` and `Run.what_if` count actions of.
-
-empty     the model and a batch, without content: a copy that takes no memory worth mentioning
-play      a plan's own code on them (`mk.trace_fake`), for so many samples of the batch and so many steps
+one for each action of a step. Both assume two constants, which are fitted on CPU ranks and used for those only: `START`
+and `SPLIT`.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.trace import trace_fake
 from mpkit.strategies.data.microbatch import map_tensors
-from mpkit.trace import TIMED_BY_EVENTS, Kind, Lane, Trace
+from mpkit.trace import TIMED_BY_EVENTS, Kind, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +35,15 @@ __all__ = [
     "ACTIONS",
     "HALVES",
     "LIKE",
+    "SPLIT",
+    "START",
     "WHOLE",
+    "Array",
     "Factors",
-    "PlayedTraining",
     "first_samples",
     "kinds_of",
     "last_step",
+    "play_training",
     "scale_trace",
     "with_starts",
 ]
@@ -62,24 +61,22 @@ SPLIT = 1.3
 """How many times as long both halves of a split backward take on a core as the whole one, whose gradients live shorter:
 fitted to GPT blocks of width 192 with 1 to 16 sequences of 64 tokens (1.1 to 1.4), on the kit's test machine."""
 
+START = 30e-6
+"""Seconds of a core that an operator takes beside its roofline: fitted to forwards and backwards of the same blocks."""
+
 
 def kinds_of(trace: Trace) -> set[Kind]:
     """Return the kinds of actions that a trace has."""
     return set(ACTIONS) & {Kind(kind) for rank in trace.ranks for kind in set(rank.ops["kind"].tolist())}
 
 
-def scale_trace(
-    trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind], *,
-    issued: Callable[[Array, Array], Array] | None = None,
-) -> Trace:  # fmt: skip
+def scale_trace(trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind]) -> Trace:
     """Return the trace with each rank's ops of these kinds taking `factor(rank, kind, ops)` times as long.
 
     Args:
         trace: any trace.
         factor: returns a number for all ops, (n,) of `OP`, or an array with one for each.
         kinds: kinds of compute.
-        issued: returns the seconds that an op takes longer for the communications that are issued within, from their
-            kinds and bytes, (n,); None: nothing.
     """
     ranks = []
     for number, rank in enumerate(trace.ranks):
@@ -87,20 +84,9 @@ def scale_trace(
         for kind in kinds:
             mine = ops["kind"] == int(kind)
             if mine.any():
-                times = ops["cpu"][mine] * factor(number, kind, ops[mine])
-                if issued is not None:
-                    times = times + _issued_within(ops, mine, issued) * 1e9
-                ops["cpu"][mine] = times.astype(ops["cpu"].dtype)
+                ops["cpu"][mine] = ops["cpu"][mine] * factor(number, kind, ops[mine])
         ranks.append(replace(rank, ops=ops))
     return replace(trace, ranks=ranks)
-
-
-def _issued_within(ops: Array, mine: Array, issued: Callable[[Array, Array], Array]) -> Array:
-    """Return for each of some ops the seconds of the communications that were issued within it."""
-    calls = np.sort(ops[(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)], order="start")
-    until = np.concatenate([[0.0], np.cumsum(issued(calls["kind"], calls["bytes"]))])
-    begin, end = (np.searchsorted(calls["start"], ops[at][mine]) for at in ("start", "end"))
-    return np.asarray(until[end] - until[begin])
 
 
 def with_starts(trace: Trace, seconds: float) -> Trace:
@@ -237,55 +223,45 @@ def _actions(ops: Array, step: int) -> Iterator[tuple[tuple[Kind, int], Array]]:
         yield (Kind(kind), stage), actions[(actions["kind"] == kind) & (actions["stage"] == stage)]
 
 
-class PlayedTraining:
-    """A model, a batch, a loss and an optimizer, played on the assumed core of "cpu".
+def play_training(
+    model: torch.nn.Module, batch: tuple[Any, Any], plan: Plan, *, loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None,
+    samples: int | None = None, steps: int = 1, cluster: Cluster | None = None,
+) -> Trace:  # fmt: skip
+    """Play a plan on a copy of a model and of a batch that have no content, on the assumed core of "cpu".
 
     Args:
-        model: any model; it is copied.
-        batch: (inputs, targets), of which the shapes are kept.
-        loss, optimizer, max_grad_norm: as for `Cluster.train`.
+        model, loss, optimizer, max_grad_norm, steps: as for `Cluster.train`.
+        batch: (inputs, targets), of which the shapes count.
+        plan: any plan.
+        samples: play only as many samples of the batch; None: all.
+        cluster: any cluster, whose helper process to use; None: start one.
+
+    Raises:
+        ValueError: the plan does not fit the model or the batch.
     """
+    import torch
 
-    def __init__(
-        self, model: torch.nn.Module, batch: tuple[Any, Any], *, loss: Callable[[Any, Any], torch.Tensor],
-        optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None,
-    ) -> None:  # fmt: skip
-        self._empty = deepcopy(model).to("meta")
-        self._batch = _without_content(batch)
-        self._loss, self._optimizer, self._max_grad_norm = loss, optimizer, max_grad_norm
+    tensors = (*model.parameters(), *model.buffers())
+    empty = deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+    shapes = tuple(
+        map_tensors(lambda t: torch.empty_like(t[:samples], device="meta"), part) for part in batch
+    )
+    return trace_fake(
+        lambda: empty, plan, batch=shapes, loss=loss, optimizer=optimizer, steps=steps, hardware="cpu",
+        max_grad_norm=max_grad_norm, cluster=cluster,
+    )  # fmt: skip
 
-    def trace(
-        self, plan: Plan, *, samples: int | None = None, steps: int = 1, cluster: Cluster | None = None
-    ) -> Trace:
-        """Play a plan.
 
-        Args:
-            plan: any plan.
-            samples: play only as many samples of the batch; None: all.
-            steps: the number of steps.
-            cluster: any cluster, whose helper process to use; None: start one.
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
 
-        Raises:
-            ValueError: the plan does not fit the model or the batch.
-        """
-        empty, batch = self._empty, self._batch
-
-        def make_model() -> torch.nn.Module:
-            return deepcopy(empty).to_empty(device="cpu")
-
-        return trace_fake(
-            make_model, plan, batch=batch if samples is None else first_samples(samples, batch), loss=self._loss,
-            optimizer=self._optimizer, steps=steps, hardware="cpu", max_grad_norm=self._max_grad_norm,
-            cluster=cluster,
-        )  # fmt: skip
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    return (
+        torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    )
 
 
 def first_samples(samples: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the first samples of a batch."""
     return tuple(map_tensors(lambda t: t[:samples], value) for value in batch)
-
-
-def _without_content(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    import torch
-
-    return tuple(map_tensors(lambda t: torch.empty_like(t, device="meta"), value) for value in batch)

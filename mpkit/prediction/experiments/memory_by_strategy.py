@@ -18,9 +18,9 @@ Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,9 +37,7 @@ from mpkit.trace import CATEGORIES
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mpkit.timeline.answer import Answer
-
-__all__ = ["MODEL_STATES", "MemoryByStrategy", "MemoryRow", "formula", "memory_by_strategy"]
+__all__ = ["MemoryByStrategy", "MemoryRow", "formula", "memory_by_strategy"]
 
 # ---- the formulas
 
@@ -68,36 +66,22 @@ def formula(plan: Plan, psi: int, states: float = 2, rank: int = 0, itemsize: in
     return {"params": params, "grads": b * psi / (n if plan.zero >= 2 else 1), "optimizer": optimizer}
 
 
-MODEL_STATES = ("params", "grads", "optimizer")
-
-
-@dataclass(frozen=True)
-class MemoryRow:
+class MemoryRow(NamedTuple):
     """One rank under one strategy.
 
     Attributes:
         strategy: the strategy's name.
         rank: the rank's number.
         held: the bytes held when the rank holds most, by category.
-        most: the most bytes of params, grads and optimizer in a step, each at its own peak, as the formulas say.
+        states: the most bytes of params, grads and optimizer in a step, each at its own peak, as the formulas say.
         formula: bytes of params, grads and optimizer by the formulas.
     """
 
     strategy: str
     rank: int
     held: Mapping[str, int]
-    most: Mapping[str, int]
+    states: int
     formula: Mapping[str, float]
-
-    @property
-    def total(self) -> int:
-        """The most bytes held at once."""
-        return sum(self.held.values())
-
-    @property
-    def states(self) -> int:
-        """The measured bytes of params, grads and optimizer, each at its own peak."""
-        return sum(self.most.values())
 
 
 @dataclass(frozen=True)
@@ -114,29 +98,13 @@ class MemoryByStrategy(ChartedResult):
 
     rows: tuple[MemoryRow, ...]
     how: str
-    answers: Mapping[str, Answer] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def from_timelines(cls, timelines: Mapping[str, Timeline], states: float = 2) -> MemoryByStrategy:
-        """Make the comparison from timelines of runs that exist already.
-
-        Args:
-            timelines: the timelines of the runs, by the name of the strategy.
-            states: the numbers s that the optimizer keeps per parameter: Adam 2; SGD 0, or 1 with momentum.
-        """
-        rows = [row for name, timeline in timelines.items() for row in _rows(name, timeline, states)]
-        return cls(tuple(rows), "of the last step", dict(timelines))
-
-    @property
-    def strategies(self) -> list[str]:
-        """The names of the strategies, in order."""
-        return list(dict.fromkeys(row.strategy for row in self.rows))
+    answers: Mapping[str, Timeline] = field(repr=False, compare=False)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per rank: strategy, rank, bytes by category, total; and params_formula and so on."""
         return data_frame(
             [
-                {"strategy": row.strategy, "rank": row.rank, **row.held, "total": row.total}
+                {"strategy": row.strategy, "rank": row.rank, **row.held, "total": sum(row.held.values())}
                 | {f"{name}_formula": value for name, value in row.formula.items()}
                 for row in self.rows
             ]
@@ -204,8 +172,9 @@ def memory_by_strategy(
                     model, plan, batch=data, loss=loss, optimizer=optimizer, steps=steps, cluster=cluster
                 )
                 timelines[name] = Timeline.of(trace)
+    rows = [row for name, timeline in timelines.items() for row in _rows(name, timeline, states)]
     how = "of the last step" + (", played on tensors without content" if plays else ", measured")
-    return replace(MemoryByStrategy.from_timelines(timelines, states), how=how)
+    return MemoryByStrategy(tuple(rows), how, timelines)
 
 
 def _name_strategies(plans: Any) -> dict[str, Plan]:
@@ -223,14 +192,12 @@ def _name_strategies(plans: Any) -> dict[str, Plan]:
     return dict(plans)
 
 
-def _rows(name: str, timeline: Timeline, states: float) -> list[MemoryRow]:
+def _rows(name: str, timeline: Timeline, states: float) -> Iterator[MemoryRow]:
     plan = Plan.from_json(timeline.meta["plan"])
     psi, dtype = int(timeline.meta["parameters"]), getattr(torch, timeline.meta["dtype"])
-    rows = []
     for rank, (held, peak) in enumerate(zip(timeline.memory, timeline.peak_memory, strict=True)):
-        most = {category: peak[category] for category in MODEL_STATES}
-        rows.append(MemoryRow(name, rank, held, most, formula(plan, psi, states, rank, dtype.itemsize)))
-    return rows
+        expected = formula(plan, psi, states, rank, dtype.itemsize)
+        yield MemoryRow(name, rank, held, sum(peak[category] for category in expected), expected)
 
 
 def states_of(optimizer: Callable[[Any], torch.optim.Optimizer]) -> float:

@@ -1,72 +1,73 @@
 """Profile: measure a model's step on this machine once, and predict any plan before it runs.
 
-    measure     training on this machine: serially, with micro-batches of three sizes, and in two stages whose backward
-                is split; seconds of CPU that the whole model's forward, backward and update take, by kind of action
-    beside      the same in two replicas at once, and collectives between two busy ranks: `measured_times`
-    start       what an operator takes beside its arithmetic, from micro-batches of two sizes
-    count       the same plans played on tensors without content (`mk.trace_fake`): what the roofline of an assumed
-                core, and starting each operator, makes of these actions
-    factor      measured / counted of the whole model, by kind, for a micro-batch of the plan's size
-    predict     the plan is played, its actions take the factor times what is counted, and the replay adds
-                communication: over the loopback link, each rank on a core of its own, or as between busy ranks
-    share       actions take longer in proportion to the time in which other ranks compute, and on the measured clock to
-                the time in which communication takes a core from them
+    measure     serial training on this machine, with batches of three sizes in turn: seconds of CPU that the model's
+                forward, backward and update take
+    beside      the same in two replicas at once: ranks on neighbouring cores share caches, memory and clock
+    issue       the CPU of its own thread that a rank spends on each call of a collective and on its payload: over gloo,
+                a reduce-scatter copies it
+    count       the same serial trainings, played on tensors without content (`mk.trace_fake`): what the roofline of an
+                assumed core, and starting each operator, makes of these actions
+    factor      measured / counted, by kind of action and samples of a micro-batch
+    predict     the plan is played, its actions take the factor times what is counted, longer in proportion to the time
+                in which other ranks compute; and the replay adds communication over the loopback link, each rank on a
+                core of its own
 
-So the plan's own code says which operators and messages there are, and this machine says how fast it is.
+So the plan's own code says which operators and messages there are, and this machine says how fast it is. `Run.what_if`
+takes factors from a run of a plan in the same way, with the same two constants: `START` and `SPLIT`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.common.this_process import cores
 from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
-from mpkit.devices.catalogue import hardware as find
 from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule.catalogue import ZB_H1
 from mpkit.prediction.experiments.factors import (
     HALVES,
     LIKE,
+    SPLIT,
+    START,
     WHOLE,
-    PlayedTraining,
+    Array,
     first_samples,
     kinds_of,
+    play_training,
     scale_trace,
     with_starts,
 )
-from mpkit.prediction.experiments.measured_times import (
-    BusyRanks,
-    action_times,
-    measure_busy,
-    overlapped_share,
-    whole_model,
-)
+from mpkit.strategies.data.microbatch import batch_size
 from mpkit.timeline.answer import PROFILED
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import Kind, Trace
+from mpkit.trace import Kind, Lane, Trace
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from mpkit.launch.session.run import Run
+    from mpkit.strategies.comm.communicator import Communicator
 
 __all__ = ["Profile", "profile"]
 
-SERIAL, SPLIT = Plan.serial(), Plan(pp=2, schedule=ZB_H1, microbatches=4)  # whole and split backwards
-TRIALS = {
-    SERIAL: (2, 8, 16),
-    SPLIT: (2, 4),
-}  # plans to measure, with the numbers by which the batch is divided
-REPLICAS = Plan.ddp(2)
-Trial = Callable[[Plan, Sequence[int], Collection[Kind]], Mapping[int, Mapping[Kind, float]]]
-"""Trains under a plan on batches of so many samples; returns seconds of the whole model's actions of each kind."""
+PARTS = 2, 8, 16
+"""The numbers by which the batch is divided, for the sizes of a micro-batch that are measured."""
+
+STEPS, ROUNDS = 5, 2
+"""Steps of each size one after the other, of which the first warms up; and how often all sizes have their turn, so that
+a machine whose speed drifts slows all of them alike."""
+
+SMALL, LARGE, REPEATS = 1 << 12, 1 << 22, 10
+"""Payloads in bytes, of which one costs the call and the other mostly the copy; and the calls of each."""
+
+BySize = Mapping[Kind, Mapping[int, float]]
+"""Seconds of the whole model's action, by kind and by samples of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -75,106 +76,71 @@ class Profile:
 
     Attributes:
         measured: seconds that the whole model's action takes, by kind and by samples in the micro-batch.
+        counted: the seconds that are counted for the same actions.
         samples: samples of the batch that plans divide.
-        whole: why a split backward could not be measured; "" where it was.
         beside: how many times as long an action takes while the other rank computes, by kind; 1 where not measured.
-        busy: what ranks that both compute take from each other.
-        start: seconds to start an operator, on the scale of the assumed core.
+        issue: seconds of its own CPU that a rank spends on a call and per byte of its payload, by kind.
     """
 
-    measured: Mapping[Kind, Mapping[int, float]]
+    measured: BySize
+    counted: BySize
     samples: int
-    whole: str
     beside: Mapping[Kind, float]
-    busy: BusyRanks
-    start: float
-    _played: PlayedTraining = field(repr=False, compare=False)
-    _train: Callable[[Plan, Cluster, int], Run] = field(repr=False, compare=False)
-    _counted: dict[tuple[Kind, int], float] = field(default_factory=dict, repr=False, compare=False)
+    issue: Mapping[Kind, tuple[float, float]]
+    _play: Callable[..., Trace] = field(repr=False, compare=False)
 
-    def predict(self, plan: Plan, *, clock: str = "virtual", cluster: Cluster | None = None) -> Timeline:
-        """Return the predicted step of a plan.
+    def predict(self, plan: Plan, *, cluster: Cluster | None = None) -> Timeline:
+        """Return the predicted step of a plan, each rank on a core of its own, as in `Run.timeline`.
 
         Args:
             plan: any plan for CPU ranks.
-            clock: "virtual": each rank on a core of its own, as in `Run.timeline`. "measured": as long as a step takes
-                on this machine's clock, whose cores also copy what ranks send.
             cluster: any cluster, whose helper process to use; None: start one.
 
         Raises:
-            ValueError: the plan does not fit the model or the batch; there is no such clock; or the plan splits the
-                backward, and the model's could not be measured so (`whole` says why).
+            ValueError: the plan does not fit the model or the batch.
         """
-        if clock not in ("virtual", "measured"):
-            raise ValueError(f"clock={clock!r}: a profile predicts clock='virtual' or clock='measured'")
         # ---- count and factor
-        counted = with_starts(self._played.trace(plan, cluster=cluster), self.start)
+        counted = with_starts(self._play(plan, cluster=cluster), START)
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
         kinds = kinds_of(counted)
-        factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scale_trace(
-            counted, lambda rank, kind, ops: factors[kind], kinds, issued=self.busy.issue_seconds
-        )
-        # ---- share
-        hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.busy.link)
-        alone = Timeline.of(trace, hardware)
-        others = overlapped_share(alone, kinds, comm=False)
-        taken = self.busy.taken if clock == "measured" and plan.ranks >= cores() else 0.0
-        copies = overlapped_share(alone, kinds, comm=True) if taken else {}
+        trace = scale_trace(counted, lambda rank, kind, ops: self.factor(kind, samples), kinds)
+        trace = _with_issues(trace, kinds, self._issue_seconds)
+        # ---- beside
+        shares = _share_beside(Timeline.of(trace), kinds)
 
-        def slow_down(rank: int, kind: Kind, ops: Any) -> float:
-            beside = self.beside.get(LIKE.get(kind, kind), 1.0)
-            return (1 + (beside - 1) * others.get((rank, kind), 0.0)) * (
-                1 + taken * copies.get((rank, kind), 0.0)
-            )
+        def slow_down(rank: int, kind: Kind, ops: Array) -> float:
+            return 1 + (self.beside.get(_measured_as(kind), 1.0) - 1) * shares.get((rank, kind), 0.0)
 
-        return replace(Timeline.of(scale_trace(trace, slow_down, kinds), hardware), basis=PROFILED)
+        return replace(Timeline.of(scale_trace(trace, slow_down, kinds)), basis=PROFILED)
 
-    def train(self, plan: Plan, cluster: Cluster, *, steps: int) -> Run:
-        """Start a training of the profiled model on its batch, to compare a prediction with it.
+    def factor(self, kind: Kind, samples: int) -> float:
+        """Return how many times as long as counted an action takes here, for a micro-batch of so many samples.
 
-        Raises:
-            ValueError: as for `Cluster.train`.
+        Between the sizes that were measured the factor is on the line between theirs.
         """
-        return self._train(plan, cluster, steps)
+        measured, counted = self.measured[_measured_as(kind)], self.counted[_measured_as(kind)]
+        sizes = sorted(measured)
+        whole = float(np.interp(samples, sizes, [measured[size] / counted[size] for size in sizes]))
+        return SPLIT * whole if kind in HALVES else whole
 
-    def _factor(self, kind: Kind, samples: int, cluster: Cluster | None) -> float:
-        """Return how much longer an action takes here than counted, for micro-batches of so many samples."""
-        if kind not in self.measured:
-            raise ValueError(
-                f"this plan splits the backward in two, which could not be measured: {self.whole}. Schedules whose "
-                "backward is whole can be predicted: mk.Plan(pp=2, schedule='1f1b', microbatches=4)"
-            )
-        if (kind, samples) not in self._counted:
-            plan = SPLIT if kind in HALVES else SERIAL
-            size = samples * plan.microbatches
-            trace = with_starts(self._played.trace(plan, samples=size, cluster=cluster), self.start)
-            counted = whole_model(Timeline.of(trace), (*WHOLE, *HALVES))
-            self._counted.update({(each, samples): time for each, time in counted.items()})
-        return self.seconds(kind, samples) / self._counted[kind, samples]
+    def _issue_seconds(self, kinds: Array, nbytes: Array) -> Array:
+        """Return the seconds of its own CPU that a rank spends on communications, (n,), from kinds and bytes, (n,).
 
-    def seconds(self, kind: Kind, samples: int) -> float:
-        """Return the seconds of the whole model's action for a micro-batch of so many samples.
-
-        Between the sizes that were measured it is on the line between them, beyond the largest in proportion. An update
-        does not depend on samples.
+        One whose kind was not measured takes what an all-reduce does.
         """
-        times = self.measured[kind]
-        if kind == Kind.OPTIMIZER:
-            return median(times.values())
-        sizes = sorted(times)
-        between = float(np.interp(samples, sizes, [times[size] for size in sizes]))
-        return between * max(1.0, samples / sizes[-1])
+        costs = [self.issue.get(Kind(kind), self.issue[Kind.ALL_REDUCE]) for kind in kinds.tolist()]
+        calls, per_byte = np.array(costs).reshape(-1, 2).T
+        return np.asarray(calls + per_byte * nbytes)
 
     def __str__(self) -> str:
         lines = ["measured on one core of this machine, by samples of a micro-batch:"]
         for kind, times in self.measured.items():
-            parts = ", ".join(f"{size}: {seconds(time)}" for size, time in sorted(times.items()))
+            parts = ", ".join(f"{size}: {seconds(each)}" for size, each in sorted(times.items()))
             ratio = f"; beside another rank x {self.beside[kind]:.2f}" if kind in self.beside else ""
-            lines.append(f"  {Kind(kind).name.lower().replace('_', ' '):<12} {parts}{ratio}")
-        message, rate = seconds(self.busy.link.latency), self.busy.link.rate(Kind.ALL_REDUCE) / 1e9
+            lines.append(f"  {kind.name.lower():<9} {parts}{ratio}")
+        call, per_byte = self.issue[Kind.ALL_REDUCE]
         lines.append(
-            f"between two busy ranks a message waits {message}, and all-reduces reach {rate:.3g} GB/s"
+            f"an all-reduce takes {seconds(call)} of its rank's own CPU, and {seconds(1e6 * per_byte)} per MB"
         )
         return "\n".join(lines)
 
@@ -202,107 +168,147 @@ def profile(
     >>> 0.05 < found.predict(mk.Plan.gpipe(2, 4)).bubble < 0.5
     True
     """
-    batch = _batch_of(data)
-    samples = _samples(batch)
-    played = PlayedTraining(model, batch, loss=loss, optimizer=optimizer)
+    from mpkit.strategies.prepare.batches import take_batches
 
-    def train(plan: Plan, on: Cluster, steps: int) -> Run:
-        return on.train(model, [batch], plan, loss=loss, optimizer=optimizer, steps=steps, show=False)
+    a_batch = isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple | list)
+    batch = take_batches([data] if a_batch else data, 1)[0]
+    samples = batch_size(batch[0])
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+
+    def play(plan: Plan, **more: Any) -> Trace:
+        return play_training(model, batch, plan, **how, **more)
 
     with borrow_clusters(cluster.resized if cluster is not None else None, "cpu") as clusters:
 
-        def trial(plan: Plan, sizes: Sequence[int], kinds: Collection[Kind]) -> dict[int, dict[Kind, float]]:
-            def on_batches(turns: Sequence[int]) -> Timeline:
-                run = clusters(plan.ranks).train(
-                    model, [first_samples(size, batch) for size in turns], plan, loss=loss, optimizer=optimizer,
-                    steps=len(turns), show=False,
-                )  # fmt: skip
-                return run.wait().timeline(clock="virtual")
+        def measure(plan: Plan, sizes: Collection[int]) -> BySize:
+            turns = [size for _ in range(ROUNDS) for size in sizes for _ in range(STEPS)]
+            batches = [first_samples(size, batch) for size in turns]
+            run = clusters(plan.ranks).train(model, batches, plan, steps=len(turns), show=False, **how).wait()
+            return _medians(run.timeline(clock="virtual"), turns)
 
-            return action_times(on_batches, sizes, kinds)
+        sizes = sorted({max(1, samples // part) for part in PARTS})
+        measured = measure(Plan.serial(), sizes)
+        counted: dict[Kind, dict[int, float]] = {kind: {} for kind in WHOLE}
+        for size in sizes:
+            trace = play(Plan.serial(), samples=size, cluster=clusters(1))
+            for kind, took in _seconds_by_kind(Timeline.of(with_starts(trace, START))).items():
+                counted[kind][size] = took
+        beside, half = {}, samples // 2
+        if half:
+            both = measure(Plan.ddp(2), [2 * half])
+            beside = {kind: max(1.0, both[kind][2 * half] / 2 / measured[kind][half]) for kind in WHOLE}
+        issued = clusters(2).run(_cpu_of_calls)
+    costs = {key: mean(of_rank[key] for of_rank in issued) for key in issued[0]}
+    issue = {kind: _per_byte(costs[kind, SMALL], costs[kind, LARGE]) for kind, _ in costs}
+    return Profile(measured, counted, samples, beside, issue, play)
 
-        measured, whole = _measure_kinds(trial, samples)
-        beside = _slowdown_beside(trial, samples, measured)
-        busy = measure_busy(clusters(2))
-        start = _start(lambda size: played.trace(SERIAL, samples=size, cluster=cluster), measured)
-    return Profile(measured, samples, whole, beside, busy, start, played, train)
+
+def _measured_as(kind: Kind) -> Kind:
+    """Return the kind of action that was measured for another one."""
+    return Kind.BACKWARD if kind in HALVES else LIKE.get(kind, kind)
 
 
-def _measure_kinds(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]], str]:
-    """Return the seconds of the whole model by kind and size, and why a split backward could not be measured."""
-    measured: dict[Kind, dict[int, float]] = {}
-    whole = ""
-    for plan, parts in TRIALS.items():
-        sizes = sorted({max(plan.microbatches, samples // part) for part in parts})
-        kinds = HALVES if plan is SPLIT else WHOLE
-        try:
-            found = trial(plan, sizes, kinds)
-        except ValueError as error:
-            if plan is not SPLIT:
-                raise
-            whole = str(error)  # what `predict` says if it is asked for such a plan
+# ---- the whole model's actions
+
+
+def _medians(timeline: Timeline, turns: Sequence[int]) -> dict[Kind, dict[int, float]]:
+    """Return the median over steps of each kind and size of batch; `turns` are the sizes of the steps."""
+    steps: dict[int, list[dict[Kind, float]]] = {}
+    for number, step in enumerate(timeline.steps):
+        if number % STEPS:
+            steps.setdefault(turns[number], []).append(_seconds_by_kind(timeline, step))
+    return {
+        kind: {size: median(each[kind] for each in some) for size, some in steps.items()} for kind in WHOLE
+    }
+
+
+def _seconds_by_kind(timeline: Timeline, step: int = 0) -> dict[Kind, float]:
+    """Return the seconds of a step's actions, summed over ranks."""
+    actions = timeline.spans[(timeline.spans["step"] == step) & (timeline.spans["depth"] == 0)]
+    took = actions["end"] - actions["start"]
+    return {kind: float(took[actions["kind"] == int(kind)].sum()) for kind in WHOLE}
+
+
+# ---- what communication takes of its rank's own core
+
+
+def _cpu_of_calls(ctx: Any) -> dict[tuple[Kind, int], float]:
+    """Return the seconds of CPU of this rank's thread per communication, by kind and payload in bytes."""
+    import torch
+
+    found = {}
+    for nbytes in (SMALL, LARGE):
+        for kind, call in _calls(ctx.comm, torch.zeros(nbytes // 4)).items():
+            took = [_cpu_of(call) for _ in range(REPEATS)]
+            found[kind, nbytes] = median(took[2:])  # the first ones connect the ranks
+    return found
+
+
+def _calls(comm: Communicator, whole: Tensor) -> dict[Kind, Callable[[], Any]]:
+    """Return what runs each kind of communication with this payload; of a message rank 0 sends it."""
+    part = whole[: len(whole) // 2].clone()
+    return {
+        Kind.ALL_REDUCE: lambda: comm.all_reduce(whole),
+        Kind.ALL_GATHER: lambda: comm.all_gather(part),
+        Kind.REDUCE_SCATTER: lambda: comm.reduce_scatter(whole),
+        Kind.SEND: lambda: comm.recv(whole, 0) if comm.rank else comm.send(whole, 1),
+    }
+
+
+def _cpu_of(call: Callable[[], Any]) -> float:
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
+
+
+def _per_byte(small: float, large: float) -> tuple[float, float]:
+    """Return the seconds of a call, and per byte, from those of a small and of a large payload."""
+    slope = max(0.0, (large - small) / (LARGE - SMALL))
+    return small - slope * SMALL, slope
+
+
+def _with_issues(trace: Trace, kinds: Collection[Kind], issued: Callable[[Array, Array], Array]) -> Trace:
+    """Return the trace with actions that take longer by the communications that are issued within them.
+
+    Args:
+        trace: a played plan.
+        kinds: of the actions.
+        issued: the seconds of communications, (n,), from their kinds and bytes, (n,).
+    """
+    ranks = []
+    for rank in trace.ranks:
+        ops = rank.ops.copy()
+        calls = np.sort(ops[(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)], order="start")
+        until = np.concatenate([[0.0], np.cumsum(issued(calls["kind"], calls["bytes"]))])
+        actions = np.isin(ops["kind"], list(map(int, kinds)))
+        begin, end = (np.searchsorted(calls["start"], ops[at][actions]) for at in ("start", "end"))
+        ops["cpu"][actions] += ((until[end] - until[begin]) * 1e9).astype(ops["cpu"].dtype)
+        ranks.append(replace(rank, ops=ops))
+    return replace(trace, ranks=ranks)
+
+
+# ---- what ranks that compute at the same time take from each other
+
+
+def _share_beside(timeline: Timeline, kinds: Collection[Kind]) -> dict[tuple[int, int], float]:
+    """Return by rank and kind the fraction of its compute during which another rank computes."""
+    spans = timeline.spans[timeline.spans["depth"] == 0]
+    compute = spans[np.isin(spans["kind"], list(map(int, kinds)))]
+    shares: dict[tuple[int, int], float] = {}
+    for rank in range(timeline.world_size):
+        own, others = compute[compute["rank"] == rank], compute[compute["rank"] != rank]
+        # The seconds until each moment in which any of the others computes; in between it grows by 1 or 0 per second.
+        moments = np.unique(np.concatenate([others["start"], others["end"]]))
+        if not len(moments):
             continue
-        for size, times in found.items():
-            for kind in kinds:
-                measured.setdefault(kind, {})[size // plan.microbatches] = times[kind]
-    return measured, whole
-
-
-def _slowdown_beside(
-    trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, float]]
-) -> dict[Kind, float]:
-    """Return how many times as long actions take while another rank computes; nothing for a batch of one sample."""
-    half = samples // 2
-    if not half:
-        return {}
-    both = trial(REPLICAS, [2 * half], WHOLE)[2 * half]
-    beside = {kind: max(1.0, both[kind] / REPLICAS.ranks / measured[kind][half]) for kind in WHOLE}
-    return beside | dict.fromkeys(HALVES, beside[Kind.BACKWARD])
-
-
-def _start(played: Callable[[int], Trace], measured: Mapping[Kind, Mapping[int, float]]) -> float:
-    """Return the seconds to start an operator.
-
-    Forward and backward of two sizes take f (N start + R), where N operators take R by the roofline: two equations for
-    f and the start. A start that the measurements do not show is 0.
-    """
-    small, large = min(measured[Kind.FORWARD]), max(measured[Kind.FORWARD])
-    if small == large:
-        return 0.0
-
-    def both(trace: Trace) -> float:
-        found = whole_model(Timeline.of(trace), (*WHOLE, *HALVES))
-        return found[Kind.FORWARD] + found[Kind.BACKWARD]
-
-    took = {size: measured[Kind.FORWARD][size] + measured[Kind.BACKWARD][size] for size in (small, large)}
-    counted = {size: played(size) for size in (small, large)}
-    roofline = {size: both(trace) for size, trace in counted.items()}
-    operators = both(with_starts(counted[small], 1.0)) - roofline[small]
-    f = (took[large] - took[small]) / (roofline[large] - roofline[small])
-    if f <= 0:
-        return took[small] / operators  # the larger one takes no longer: starting is all there is
-    return max(0.0, (took[small] / f - roofline[small]) / operators)
-
-
-def _batch_of(data: Any) -> tuple[Any, Any]:
-    """Return the first batch.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple | list):
-        return data
-    try:
-        inputs, targets = next(iter(data))
-    except (TypeError, ValueError, StopIteration):
-        raise ValueError(
-            f"profile(model, {type(data).__name__}): give a batch, (inputs, targets), or a sequence of batches: "
-            "mk.profile(model, [(x, y)], loss=..., optimizer=...)"
-        ) from None
-    return inputs, targets
-
-
-def _samples(batch: tuple[Any, Any]) -> int:
-    from mpkit.common.torch_private import tree_leaves
-
-    return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))
+        started, ended = (
+            np.searchsorted(np.sort(others[at]), moments[:-1], side="right") for at in ("start", "end")
+        )
+        until = np.concatenate([[0.0], np.cumsum(np.diff(moments) * (started > ended))])
+        common = np.interp(own["end"], moments, until) - np.interp(own["start"], moments, until)
+        for kind in set(own["kind"].tolist()):
+            mine = own["kind"] == kind
+            shares[rank, kind] = float(
+                common[mine].sum() / max((own["end"] - own["start"])[mine].sum(), 1e-12)
+            )
+    return shares

@@ -1,7 +1,7 @@
-"""ExpertBalance: a placement of experts by DeepSeek's balancer, and what it would do to the rows of a run's steps.
+"""ExpertBalance: a placement of experts by DeepSeek's balancer, and what it would do to the rows of a run's step.
 
     before    experts are where expert parallelism has them: neighbours of the run's order share a GPU
-    balance   each layer by itself, from the rows of one step or the sum of several
+    balance   each layer by itself, from the rows that its experts computed (`Run.expert_load`)
     keep      a layer stays as it is if the greedy packing is not better, which can be
     after     the copies of an expert share its rows evenly
 
@@ -110,14 +110,11 @@ class ExpertBalance(DrawnResult):
     @property
     def imbalance(self) -> dict[str, tuple[float, float]]:
         """By layer, before and after: the rows of the busiest GPU, divided by their mean."""
-        mean = {each.name: max(float(each.load_before.mean()), 1e-300) for each in self.layers}
-        return {
-            each.name: (
-                float(each.load_before.max()) / mean[each.name],
-                float(each.load_after.max()) / mean[each.name],
-            )
-            for each in self.layers
-        }
+        found = {}
+        for each in self.layers:
+            mean = max(float(each.load_before.mean()), 1e-300)
+            found[each.name] = float(each.load_before.max()) / mean, float(each.load_after.max()) / mean
+        return found
 
     @property
     def time_ratio(self) -> float:
@@ -152,33 +149,24 @@ class ExpertBalance(DrawnResult):
 
 
 def balance_load(
-    load: ExpertLoad, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
-    step: int = -1, window: int = 1,
-) -> ExpertBalance:  # fmt: skip
+    load: ExpertLoad, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1, step: int = -1
+) -> ExpertBalance:
     """Return what `ExpertLoad.balance` describes."""
-    number = _find_step(load, step)
-    if window < 1:
-        raise ValueError(f"balance(window={window}): the placement needs the rows of a step; window=1 is one")
+    counted = len(next(iter(load.rows.values())))
+    if not -counted <= step < counted:
+        raise ValueError(f"balance(step={step}): {counted} steps were counted, 0 to {counted - 1}")
     layers: list[LayerBalance] = []
     for name, steps in load.rows.items():
-        experts, end = steps.shape[1], step % len(steps) + 1
+        rows, experts = steps[step], steps.shape[1]
         if not 1 <= gpus <= experts:
             raise ValueError(
                 f"balance(gpus={gpus}): the {experts} experts of {name} are divided over 1 to {experts} GPUs"
             )
-        rows = steps[max(0, end - window) : end].sum(axis=0)
         found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
         layer = LayerBalance(name, rows, found[0], gpus)
         if layer.load_after.max() >= layer.load_before.max():
-            kept = np.concatenate([np.resize(here, replicas // gpus) for here in layer.held_before])
-            layer = replace(layer, phy2log=kept)
-        layers.append(replace(layer, rows=steps[step]))
+            kept = [np.resize(here, replicas // gpus) for here in layer.held_before]
+            layer = replace(layer, phy2log=np.concatenate(kept))
+        layers.append(layer)
     policy = "global" if groups % nodes or nodes == 1 else "hierarchical"
-    return ExpertBalance(tuple(layers), number, nodes, gpus, policy)
-
-
-def _find_step(load: ExpertLoad, step: int) -> int:
-    steps = len(next(iter(load.rows.values())))
-    if not -steps <= step < steps:
-        raise ValueError(f"balance(step={step}): {steps} steps were counted, 0 to {steps - 1}")
-    return load.first + step % steps
+    return ExpertBalance(tuple(layers), load.first + step % counted, nodes, gpus, policy)

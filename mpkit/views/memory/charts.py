@@ -109,7 +109,7 @@ def by_strategy(memory: MemoryByStrategy) -> Chart:
     """Return a bar per rank by strategy, and the formula of its states as a line across it."""
     rows = [row for row in memory.rows if row.rank < 8]  # the others do the same as the first
     missing = len(memory.rows) - len(rows)
-    groups = {name: [row.held for row in rows if row.strategy == name] for name in memory.strategies}
+    groups = {name: [row.held for row in rows if row.strategy == name] for name in memory.answers}
     formulas = [sum(row.formula.values()) for name in groups for row in rows if row.strategy == name]
     like = max(max(sum(row.held.values()) for row in rows), *formulas)
     mark = Series("params + grads + optimizer by the formula", formulas, ALARM, "mark")

@@ -54,15 +54,14 @@ def causes(comparison: Comparison, rows: Sequence[ComparedStep] = (), high: floa
 
 def bubble_curve(curve: BubbleCurve) -> Chart:
     """Return the measured bubbles as points, and the formula as a line that goes on a little."""
-    most = max(point.microbatches for point in curve.points)
+    ms = list(curve.runs)
+    most = max(ms)
     line = range(1, most + max(2, most // 3) + 1)
     found = [curve.formula(m) for m in line]
     series = [Series("formula", found, _both(Key.FORWARD), "line", at=line)] if any(found) else []
-    ms = [point.microbatches for point in curve.points]
-    told = [f"m = {point.microbatches}: bubble {percent(point.bubble)}" for point in curve.points]
-    runs = Series(
-        "runs", [point.bubble for point in curve.points], _both(Key.BACKWARD), "points", at=ms, told=told
-    )
+    bubbles = [run.bubble for run in curve.runs.values()]
+    told = [f"m = {m}: bubble {percent(bubble)}" for m, bubble in zip(ms, bubbles, strict=True)]
+    runs = Series("runs", bubbles, _both(Key.BACKWARD), "points", at=ms, told=told)
     panel = Panel(
         [*series, runs], kind="lines", x=Axis("number of micro-batches m", COUNT, 1, line[-1]),
         y=Axis("bubble: idle share of a step", WHOLE_SHARE, 0, 1, at=(0, 0.25, 0.5, 0.75, 1)),
@@ -84,9 +83,10 @@ def _both(key: Key) -> tuple[str, str]:
 def bubble_curve_text(curve: BubbleCurve) -> str:
     """Return a line per run; "-" stands where there is no formula."""
     rows = [["micro-batches", "formula", "bubble", "step time"]]
-    for point in curve.points:
-        formula = "-" if point.formula is None else percent(point.formula)
-        rows.append([str(point.microbatches), formula, percent(point.bubble), seconds(point.step_time)])
+    for m, run in curve.runs.items():
+        formula = curve.formula(m)
+        told = "-" if formula is None else percent(formula)
+        rows.append([str(m), told, percent(run.bubble), seconds(run.step_time)])
     return "\n".join([_title(curve), *table_text(rows, ())])
 
 
