@@ -8,7 +8,6 @@ loss     a sum over samples, a mean over something else than samples, or one tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isclose, isfinite
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import batch_size
 from mpkit.strategies.loss.counted import as_pair
@@ -31,11 +29,6 @@ __all__ = ["explain_parts"]
 PAIR = "loss=lambda out, y: ((F.cross_entropy(out, y, reduction='none') * mask).sum(), mask.sum())"
 MEAN = "loss=mk.mean_loss(lambda out, y: F.cross_entropy(out.flatten(0, -2), y.flatten()))"
 WHOLE = "loss=mk.whole_batch_loss(your_loss)"
-COUNTS = (
-    "What works: let the loss return (total, count), which are added up over all parts, so that it is the sum of "
-    "totals / the sum of counts"
-)
-
 Samples = Sequence[int]
 
 
@@ -94,10 +87,11 @@ def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
         return _for_layer(plan, model, None, apart)
     if any(abs(float(leaf) - whole.loss) <= tolerance * abs(whole.loss) for leaf in scalars):
         return _for_model_loss(plan)
-    return _for_loss(plan, *_kind_of(attempt, whole, split, tolerance), whole.loss, put_together, size)
+    is_sum = isclose(sum(each.loss for each in split), whole.loss, rel_tol=1e-4)
+    return _for_loss(plan, is_sum, whole.loss, put_together, size)
 
 
-def _compute(attempt: Attempt, which: slice, draws: StepDraws | None) -> Computed:
+def _compute(attempt: Attempt, which: slice, draws: StepDraws) -> Computed:
     """Compute some samples from the beginning of the step, without gradients."""
     serial, calls = attempt.begin_again(), list[tuple[str, list[Any]]]()
 
@@ -107,9 +101,8 @@ def _compute(attempt: Attempt, which: slice, draws: StepDraws | None) -> Compute
     for name, module in serial.model.named_modules():
         module.register_forward_hook(note(name))
     inputs, targets = attempt.samples(which)
-    if draws is not None:
-        draws.begin()
-    with torch.no_grad(), nullcontext() if draws is None else GivenDraws(draws.give):
+    draws.begin()
+    with torch.no_grad(), GivenDraws(draws.give):
         output = serial.outputs(inputs)
         value = serial.loss(output, targets)
     pair = as_pair(value)
@@ -186,40 +179,6 @@ def _same_rows(whole: Tensor, parts: Sequence[Any], samples: Sequence[Samples], 
     return True
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------
-
-
-def _kind_of(
-    attempt: Attempt, whole: Computed, split: Sequence[Computed], tolerance: float
-) -> tuple[str, str]:
-    """Return the kind of loss ("sum", "mean" over something other than samples, "whole"), and a note."""
-    if isclose(sum(each.loss for each in split), whole.loss, rel_tol=1e-4):
-        return "sum", ""
-    if len(whole.samples) < 3:
-        return ("mean" if all(isfinite(each.loss) for each in split) else "whole"), ""
-    few = [slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 2), slice(1, 3), slice(0, 3)]
-    try:
-        losses = [_compute(attempt, which, None).loss for which in few]
-    except Exception as error:  # the loss may be undefined for so few samples
-        return "whole", f" Of one, two or three samples it raises {one_line(error)}."
-    return ("mean" if _is_weighted_mean(*losses, tolerance=tolerance) else "whole"), ""
-
-
-def _is_weighted_mean(
-    a: float, b: float, c: float, ab: float, bc: float, abc: float, *, tolerance: float
-) -> bool:
-    """Return whether the losses of samples a, b, c and of some together are those of a weighted mean."""
-    if not all(map(isfinite, (a, b, c))):  # undefined for one sample: all masked, or a spread
-        return any(map(isfinite, (a, b, c)))
-    if abs(b - ab) < 1e-9 or abs(bc - b) < 1e-9 * abs(b):
-        return True
-    # Pairs determine the weights, and the weights determine the loss of three.
-    weight_b = (ab - a) / (b - ab)
-    weight_c = weight_b * (bc - b) / (c - bc) if c != bc else 0.0
-    expected = (a + weight_b * b + weight_c * c) / (1 + weight_b + weight_c)
-    return weight_b > 0 and weight_c > 0 and isclose(expected, abc, rel_tol=max(1e-6, tolerance))
-
-
 # ---- words ---------------------------------------------------------------------------------------------------
 
 
@@ -234,31 +193,25 @@ def _parts(plan: Plan) -> str:
     return " and ".join(parts)
 
 
-def _for_loss(plan: Plan, kind: str, note: str, whole: float, parts: float, samples: int) -> str:
+def _for_loss(plan: Plan, is_sum: bool, whole: float, parts: float, samples: int) -> str:
     figures = (
         f"{plan} computes a batch in parts ({_parts(plan)}), and this loss of the batch is {whole:.6g}, but "
         f"{parts:.6g} when put together from parts."
     )
-    if kind == "sum":
+    if is_sum:
         return (
             f"The loss is a sum over the samples. {figures} mpkit weights each part by its share of the samples, which "
             "is right for a mean. Either the mean (reduction='mean', .mean()), or, for the gradients of the sum over a "
             f"batch of {samples}: loss=lambda out, y: (your_loss(out, y), len(y) / {samples})"
         )
-    if kind == "mean":
-        return (
-            f"The loss is a mean over something else than samples: ignored targets (ignore_index), class weights or a "
-            f"mask. {figures} {COUNTS}: {PAIR}. Around one of torch's losses mpkit does that itself: {MEAN}"
-        )
     one = ", with one micro-batch" if plan.microbatches > 1 else ""
-    works = (
-        f"What works: {WHOLE}, which gathers all samples on every rank{one}"
-        if plan.cp == 1
-        else "What works: a plan with cp=1 and mk.whole_batch_loss(your_loss)"
-    )
+    works = f"{WHOLE}, which gathers all samples on every rank{one}" if plan.cp == 1 else f"{WHOLE}, and cp=1"
     return (
-        "The loss needs the whole batch: it compares samples with each other, or is no mean of theirs (a contrastive "
-        f"loss, .std(), a root of a mean). {figures} {works}; or Plan.serial().{note}"
+        "The loss is a mean over something else than samples (targets with ignore_index, class weights, a mask), or "
+        "it needs the whole batch: it compares samples with each other, or is no mean of theirs (a contrastive loss, "
+        f".std(), a root of a mean). {figures} What works for a mean: let the loss return (total, count), which are "
+        f"added up over all parts, so that it is the sum of totals / the sum of counts: {PAIR}. Around one of torch's "
+        f"losses mpkit does that itself: {MEAN}. What works for the whole batch: {works}; or Plan.serial()."
     )
 
 
