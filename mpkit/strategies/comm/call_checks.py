@@ -34,6 +34,7 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -48,7 +49,7 @@ from mpkit.trace import Kind, read_rank
 from mpkit.trace.mismatch import find_issued, why_not
 from mpkit.trace.record.files import claim
 
-__all__ = ["CallChecks", "CheckedCall", "Fingerprint", "Fingerprints"]
+__all__ = ["CallChecks", "CheckedCall", "Fingerprint"]
 
 
 class Fingerprint(NamedTuple):
@@ -64,34 +65,24 @@ class Fingerprint(NamedTuple):
     text: str
 
 
-class Fingerprints:
-    """The fingerprints of one rank's calls, each computed once.
+@lru_cache(4096)
+def fingerprint(
+    kind: int, dtype: torch.dtype, shape: torch.Size, root: int = -1, reduction: str = "", group: str = ""
+) -> Fingerprint:
+    """Return the fingerprint of a call; for both ends of a message, `kind` is `Kind.SEND`.
 
-    >>> fingerprint = Fingerprints().look_up
     >>> fingerprint(Kind.ALL_REDUCE, torch.float32, torch.Size([2, 3]), -1, "sum").text
     'float32[2, 3], op="sum"'
     >>> zero, one = (fingerprint(Kind.BROADCAST, torch.int64, torch.Size([]), root) for root in (0, 1))
     >>> zero == one
     False
     """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, torch.dtype, torch.Size, int, str, str], Fingerprint] = {}
-
-    def look_up(
-        self, kind: int, dtype: torch.dtype, shape: torch.Size, root: int = -1, reduction: str = "", group: str = ""
-    ) -> Fingerprint:  # fmt: skip
-        """Return the fingerprint of a call; for both ends of a message, `kind` is `Kind.SEND`."""
-        key = kind, dtype, shape, root, reduction, group
-        found = self._known.get(key)
-        if found is None:
-            text = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("[-1", "[any")
-            if reduction:
-                text += f', op="{reduction}"'
-            if group:
-                text += f', group="{group}"'
-            found = self._known[key] = fingerprint_of(kind, text, root)
-        return found
+    text = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("[-1", "[any")
+    if reduction:
+        text += f', op="{reduction}"'
+    if group:
+        text += f', group="{group}"'
+    return fingerprint_of(kind, text, root)
 
 
 def fingerprint_of(kind: int, text: str, root: int = -1) -> Fingerprint:
@@ -103,40 +94,10 @@ def fingerprint_of(kind: int, text: str, root: int = -1) -> Fingerprint:
 # ---- files --------------------------------------------------------------------------------------------------
 
 
-class SharedWords:
-    """The words of one file, which the first rank to open it creates.
-
-    Attributes:
-        words: all words that this process has mapped so far; `hold` may replace the view.
-    """
-
-    words: memoryview
-
-    def __init__(self, path: Path, count: int) -> None:
-        self._path = path
-        self._map(count)
-
-    def hold(self, count: int) -> None:
-        """Map at least `count` words."""
-        if count > len(self.words):
-            self._map(max(count, 2 * len(self.words)))
-
-    def _map(self, count: int) -> None:
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            size = os.fstat(file).st_size
-            if size < 8 * count:
-                size = 8 * count
-                claim(file, size)
-            self.words = memoryview(mmap.mmap(file, size)).cast("Q")
-            fcntl.flock(file, fcntl.LOCK_UN)  # the mapping keeps the file open, and with it the lock
-        finally:
-            os.close(file)
-
-
 class CallTable:
     """The collectives of a group, or the messages of one tag from one rank to another: a row each, a column per rank.
+
+    A row's words are in a file, which the first rank to open it creates, and any rank that needs more of it extends.
 
     Attributes:
         ranks: the group, or the two ends of the messages.
@@ -144,13 +105,29 @@ class CallTable:
 
     def __init__(self, path: Path, ranks: tuple[int, ...], rank: int) -> None:
         self.ranks, self._size, self._column = ranks, len(ranks), ranks.index(rank)
-        self._shared = SharedWords(path, 256 * self._size)
+        self._path = path
+        self._map(256 * self._size)
+
+    def _map(self, count: int) -> None:
+        """Map so many words of the file."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            size = os.fstat(file).st_size
+            if size < 8 * count:
+                size = 8 * count
+                claim(file, size)
+            self._words = memoryview(mmap.mmap(file, size)).cast("Q")
+            fcntl.flock(file, fcntl.LOCK_UN)  # the mapping keeps the file open, and with it the lock
+        finally:
+            os.close(file)
 
     def publish(self, number: int, word: int) -> None:
         """Write this rank's word of a row."""
         first = number * self._size
-        self._shared.hold(first + self._size)
-        self._shared.words[first + self._column] = word
+        if first + self._size > len(self._words):
+            self._map(max(first + self._size, 2 * len(self._words)))
+        self._words[first + self._column] = word
 
     def row(self, number: int) -> memoryview:
         """Return the words of all ranks, with 0 for those that have not reached the call.
@@ -158,7 +135,7 @@ class CallTable:
         This rank must have published its own word of that row first.
         """
         first = number * self._size
-        return self._shared.words[first : first + self._size]
+        return self._words[first : first + self._size]
 
 
 # ---- calls --------------------------------------------------------------------------------------------------
@@ -207,7 +184,6 @@ class CallChecks:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self.rank = folder, rank
-        self._fingerprints = Fingerprints()
         self._tables: dict[str, CallTable] = {}
 
     def collective(
@@ -218,7 +194,7 @@ class CallChecks:
 
         `what`: the parameters of which they pass parts.
         """
-        found = self._fingerprints.look_up(kind, tensor.dtype, tensor.shape, root, reduction, what or group)
+        found = fingerprint(kind, tensor.dtype, tensor.shape, root, reduction, what or group)
         text = "" if what else found.text  # the trace has the layer there
         return self._call(",".join(map(str, ranks)), ranks, number, found._replace(text=text))
 
@@ -228,7 +204,7 @@ class CallChecks:
     ) -> CheckedCall:  # fmt: skip
         """Return the check of an all-to-all with so many rows for each of these ranks, and from each."""
         name, shape = ",".join(map(str, ranks)), torch.Size((-1, *tensor.shape[1:]))
-        found = self._fingerprints.look_up(Kind.ALL_TO_ALL, tensor.dtype, shape, group=group)
+        found = fingerprint(Kind.ALL_TO_ALL, tensor.dtype, shape, group=group)
         rows = {}  # as messages: how many rows go from rank to rank
         for peer, to, of in zip(ranks, sends, receives, strict=True):
             if peer != self.rank:
@@ -247,7 +223,7 @@ class CallChecks:
         """Return the check of one end of a message of a channel; `ends`: the sender and the receiver."""
         if len(self._tables) >= MOST_TABLES and channel not in self._tables:
             return None
-        found = self._fingerprints.look_up(Kind.SEND, tensor.dtype, tensor.shape)
+        found = fingerprint(Kind.SEND, tensor.dtype, tensor.shape)
         return self._call(channel, ends, number, found)
 
     def refuse(self, group: str, number: int, other: int) -> None:

@@ -203,11 +203,8 @@ class Communicator:
         wire = self._wire_of_member("all_gather")
         sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
         whole = output_tensor(wire, out, (self.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
-        number, start = (
-            self.next_collective(Kind.ALL_GATHER, sent),
-            partial(start_all_gather, self, whole, sent),
-        )
-        result = partial(wire.finish_receive, whole, out)
+        number = self.next_collective(Kind.ALL_GATHER, sent)
+        start, result = partial(start_all_gather, self, whole, sent), partial(wire.finish_receive, whole, out)
         work = wire.issue(number, self.size * tensor.nbytes, start, result, waits=not async_op)
         return work if async_op else work.wait()
 

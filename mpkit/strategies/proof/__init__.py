@@ -11,7 +11,7 @@ Of a run, while its ranks train, in a thread of the caller's process:
     prover           a step after another; `proof_thread` runs it
     causes           why a step differs: more comparisons, until one explains it; `parts` of the batch among them
 
-Of a loop of one's own, in the ranks (`mk.prove`, and `prove=` of the wrappers):
+Of a loop of one's own, in the ranks (`mk.prove`, and `prove=` of `mk.pipeline`):
 
     plain_module     the plain module beside the wrapped one: its forwards and backwards again
     ranks            what the ranks hold, and tell each other

@@ -12,7 +12,7 @@ A parameter that several layers share belongs to the first of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
@@ -120,9 +120,14 @@ def units_of(
     *,
     by_owner: bool = False,
 ) -> list[Unit]:
-    """Group the parameters as a stage of ZeRO does, the last used first.
+    """Group the sites' own parameters as a stage of ZeRO does, the last used first.
 
     Stages 1 and 2 leave frozen parameters whole: they have no gradient and are in no optimizer.
+
+    A parameter that several stages of the model use has a unit of its own: its gradient is complete only when they are
+    all done, and ranks that hold other layers beside it still divide it in the same way.
+    Parameters that tensor parallelism leaves unsharded are separate too: beside shards of different sizes each rank
+    would divide them in its own way, and add up their gradients in another order. Experts are on fewer ranks.
 
     Args:
         bucket_bytes: the most bytes in a unit of stages 1 and 2.
@@ -136,33 +141,17 @@ def units_of(
     >>> [[len(unit.parameters) for unit in units_of(sites, zero, 10**6)] for zero in (1, 3)]
     [[4], [2, 2]]
     """
-    if zero == 3:
-        return _group(sites, 0, inf, tied, apart)
-    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
+    # A layer is a unit; stages 1 and 2 merge those that have fewer bytes than `least`.
     least, most = (inf, inf) if by_owner else (FIRST_BYTES, bucket_bytes)
-    return _group(trained, least, most, tied, apart)
-
-
-def _group(
-    sites: list[Site],
-    least: float,
-    most: float,
-    tied: Collection[nn.Parameter],
-    apart: Mapping[nn.Parameter, str],
-) -> list[Unit]:
-    """Group the sites' own parameters into units of at most `most` bytes; merge sites with fewer than `least`.
-
-    A parameter that several stages of the model use has a unit of its own: its gradient is complete only when they are
-    all done, and ranks that hold other layers beside it still divide it in the same way.
-    Parameters that tensor parallelism leaves unsharded are separate too: beside shards of different sizes each rank
-    would divide them in its own way, and add up their gradients in another order. Experts are on fewer ranks.
-    """
+    least, most = (0, inf) if zero == 3 else (least, most)
     tied = set(tied)  # compares identity, where a list would compare values
     found: list[Unit] = []
     alone: list[Unit] = []
     filling: dict[tuple[str, torch.dtype, bool, int], list[nn.Parameter]] = {}
     for site in reversed(sites):
         for parameter in site.own:
+            if not (parameter.requires_grad or zero == 3):
+                continue
             if parameter in tied:
                 alone.append(Unit([parameter], None))
                 continue

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf
 from typing import Any, Literal
 
 import torch
@@ -136,28 +135,20 @@ class DividedModule(ModuleWrapper):
         raise NotImplementedError
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients down to a norm over all ranks, and return the norm before; every rank calls it.
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients down to a 2-norm over all ranks, and return the norm before; every rank calls it.
 
         Args:
             max_norm: the largest norm.
-            norm_type: p of the p-norm; inf for the largest element.
         """
-        p, device, (mine, alike) = float(norm_type), self._comm.wire.device, self._gradients()
+        device, (mine, alike) = self._comm.wire.device, self._gradients()
 
-        def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-            parts = [
-                gradient.as_subclass(Tensor).abs().double() for gradient in gradients if gradient.numel()
-            ]
-            each = [torch.linalg.vector_norm(part, p).to(device) for part in parts]
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            norm: Tensor = torch.linalg.vector_norm(torch.stack([zero, *each]), p)
-            return norm.view(1)
+        def square_of(gradients: Sequence[Tensor]) -> Tensor:
+            zero = torch.zeros(1, dtype=torch.float64, device=device)
+            squares = (g.as_subclass(Tensor).abs().double().square().sum().to(device) for g in gradients)
+            return sum(squares, zero)
 
-        if p == inf:
-            norm = torch.maximum(self._comm.all_reduce(norm_of(mine), op="max"), norm_of(alike))
-        else:
-            norm = (self._comm.all_reduce(norm_of(mine) ** p) + norm_of(alike) ** p) ** (1.0 / p)
+        norm = (self._comm.all_reduce(square_of(mine)) + square_of(alike)).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)[0]  # of no dimension, as a gradient may be
         for gradient in (*mine, *alike):
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
