@@ -59,14 +59,19 @@ def _rejection(plan: Any) -> Parts | None:
         return found
     if plan.ep == 1 or plan.tp == 1:  # nothing to fold, and tp divides what it knows
         values["etp"] = None if whole(plan.etp) in (1, plan.tp) else plan.etp
-    known = {"p": plan, "MOST": MOST, "whole": whole, "per_rank": None}
-    if isinstance(plan.schedule, str):
-        known["per_rank"] = SCHEDULES[plan.schedule].per_rank
+    _complete_cut(plan)
+    own = plan.schedule if isinstance(plan.schedule, Schedule) else None
+    known: dict[str, Any] = {"p": plan, "MOST": MOST, "whole": whole, "own": own}
+    known |= {
+        "rises": _rises,
+        "Sequence": Sequence,
+        "per_rank": own is None and SCHEDULES[plan.schedule].per_rank,
+    }
     known["replicas"] = (plan.dp_shard or plan.dp) * plan.cp * (plan.tp if plan.etp == 1 else 1)
     for when, says in _rules():
         if eval(when, known):
             return parts_of(says, known | _names(plan))
-    return _complete_cut(plan)
+    return None
 
 
 @lru_cache(1)
@@ -81,7 +86,9 @@ def _names(plan: Any) -> dict[str, Any]:
         ", ".join(repr(each) for each, entry in SCHEDULES.items() if entry.per_rank == n) for n in (ANY, 2)
     )
     among = ("dp_shard x cp" if plan.dp_shard else "dp x cp") + " x tp" * (plan.etp == 1)
-    return {"call": call_of(plan), "several": several, "two": two, "among": among}
+    v = f", virtual_stages={plan.virtual_stages}" if plan.virtual_stages > 1 else ""
+    cut = list(plan.cut) if isinstance(plan.cut, Sequence) else plan.cut
+    return {"call": call_of(plan), "several": several, "two": two, "among": among, "v": v, "cut": cut}
 
 
 def parts_of(says: str, known: Mapping[str, Any]) -> Parts:
@@ -127,36 +134,20 @@ def _complete_schedule(plan: Any) -> Parts | None:
     if not isinstance(given, str | Schedule) and not callable(given):
         given = as_list(given)
     if given is None or (isinstance(given, str) and len(given.split()) < 2):
-        return _no_such_schedule(plan)
+        names = list(SCHEDULES)
+        word = str(plan.schedule).lower().replace("-", "_").replace(" ", "_")
+        near = schedules().get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
+        several = 1 if SCHEDULES[near].can_have(1) else max(plan.virtual_stages, 2)
+        return (
+            f"Plan(schedule={plan.schedule!r}): there is no such schedule. There are {', '.join(map(repr, names))}, "
+            "and one of your own works too: its rows, or a function of (p, m). The nearest is ",
+            {"schedule": near, "virtual_stages": several},
+        )  # fmt: skip
     own = own_schedule(given, plan.pp, plan.microbatches)
-    if (plan.pp, plan.microbatches) != (own.ranks, own.microbatches):
-        return (
-            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule={own.name!r}): the schedule has "
-            f"{own.ranks} rows and {own.microbatches} micro-batches. Write Plan.from_schedule(schedule), or "
-            f"Plan(pp={own.ranks}, microbatches={own.microbatches}, schedule=schedule)",
-        )  # fmt: skip
-    validate(own)
+    if (plan.pp, plan.microbatches) == (own.ranks, own.microbatches):  # else a rule says what is wrong
+        validate(own)
     vars(plan)["schedule"] = own
-    v = plan.virtual_stages
-    if v > 1 and own.stages != plan.pp * v:
-        return (
-            f"Plan(pp={plan.pp}, virtual_stages={v}, schedule={own.name!r}): that would be {plan.pp * v} stages, and "
-            f"the schedule has {own.stages}, whose ranks it names itself. Write Plan.from_schedule(schedule), or "
-            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule=schedule)",
-        )  # fmt: skip
     return None
-
-
-def _no_such_schedule(plan: Any) -> Parts:
-    names = list(SCHEDULES)
-    word = str(plan.schedule).lower().replace("-", "_").replace(" ", "_")
-    near = schedules().get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
-    several = 1 if SCHEDULES[near].can_have(1) else max(plan.virtual_stages, 2)
-    return (
-        f"Plan(schedule={plan.schedule!r}): there is no such schedule. There are {', '.join(map(repr, names[:-1]))} "
-        f"and {names[-1]!r}, and one of your own works too: its rows, or a function of (p, m). The nearest is ",
-        {"schedule": near, "virtual_stages": several},
-    )  # fmt: skip
 
 
 def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:
@@ -174,34 +165,19 @@ def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:
     return own
 
 
-def _complete_cut(plan: Any) -> Parts | None:
-    """Make a tuple of the first layer of each stage but stage 0; those given by number must increase."""
+def _complete_cut(plan: Any) -> None:
+    """Make a tuple of the first layer of each stage but stage 0, its numbers Python's own."""
     cut: Any = plan.cut
-    if cut is None:
-        return None
-    balanced = ("left out, the stages are balanced by FLOPs: ", {"cut": None})
-    if isinstance(cut, str | int):
-        cut = (cut,)
-    if not isinstance(cut, Sequence):
-        return (
-            f"Plan(cut={cut!r}): cut is a list of the layers, by number or name, with which the stages after stage 0 "
-            "begin; ", *balanced,
-        )  # fmt: skip
-    if len(cut) != plan.stages - 1:
-        several = f", virtual_stages={plan.virtual_stages}" if plan.virtual_stages > 1 else ""
-        return (
-            f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={plan.pp}{several} asks for "
-            f"{plan.stages}. Give the first layer of each stage but stage 0, {plan.stages - 1} in all; ", *balanced,
-        )  # fmt: skip
-    points = [point if isinstance(point, str) else whole(point) for point in cut]
-    numbers = [point for point in points if isinstance(point, int)]
-    if None in points or any(a >= b for a, b in pairwise([0, *numbers])):
-        return (
-            f"Plan(cut={list(cut)}): the points are layers, by number from 1 or by name, in rising order, such as ",
-            {"cut": tuple(range(1, plan.stages))},
-        )  # fmt: skip
-    vars(plan)["cut"] = tuple(points)
-    return None
+    cut = (cut,) if isinstance(cut, str | int) else cut
+    if isinstance(cut, Sequence):
+        cut = tuple(point if whole(point) is None else whole(point) for point in cut)
+    vars(plan)["cut"] = cut
+
+
+def _rises(cut: Sequence[Any]) -> bool:
+    """Return whether the points of a cut are names and numbers from 1 in rising order."""
+    numbers = [0, *(point for point in cut if type(point) is int)]
+    return all(type(point) in (int, str) for point in cut) and all(a < b for a, b in pairwise(numbers))
 
 
 # ------------------------------------------------------------ plans as calls

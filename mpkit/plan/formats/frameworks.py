@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mpkit.plan.formats.launchers import count_ranks, launch_lines
 from mpkit.plan.formats.python_code import assignments, python_code
-from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import command, options
 from mpkit.plan.formats.syntax import JSON, YAML, Page
 from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, bool_of, number_of
@@ -40,11 +37,6 @@ def _shards(format: str, dp: int, name: str, values: Values) -> int | None:
 # ---- DeepSpeed: pipelines and what is recomputed are in code there
 
 
-def _deepspeed_names(asked: ExportRequest) -> Mapping[str, Any]:
-    size = asked.plan.bucket_mb * MIB / (4 if asked.plan.precision == "full" else 2)
-    return {"elements": max(1, round(size))}
-
-
 def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Fields:
     total, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
     steps = fields.get("microbatches", 1)
@@ -72,23 +64,9 @@ def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Field
     return fields | (_bucket(number_of(elements), fields.get("precision")) if elements else {})
 
 
-DEEPSPEED = FormatCode(JSON, _finish_deepspeed, _deepspeed_names)
+DEEPSPEED = FormatCode(JSON, _finish_deepspeed)
 
 # ---- Accelerate: one of DDP, FSDP2, DeepSpeed and Megatron-LM, by the plan
-
-
-def _accelerate_names(asked: ExportRequest) -> Mapping[str, Any]:
-    """Return the distributed_type that says most of a plan, and whether its mesh has several axes."""
-    plan = asked.plan
-    if plan.pp > 1:
-        mode = "MEGATRON_LM"
-    elif plan.tp * plan.cp > 1:
-        mode = "FSDP"
-    elif plan.zero == 1 or (plan.zero and plan.offload == "optimizer"):
-        mode = "DEEPSPEED"
-    else:
-        mode = "FSDP" if plan.zero else "MULTI_GPU" if plan.ranks > 1 else "NO"
-    return {"mode": mode, "divided": plan.tp * plan.cp > 1 or plan.dp_shard is not None}
 
 
 def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fields:
@@ -115,7 +93,7 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
     return fields
 
 
-ACCELERATE = FormatCode(YAML, _finish_accelerate, _accelerate_names)
+ACCELERATE = FormatCode(YAML, _finish_accelerate)
 
 # ---- transformers' TrainingArguments; the number of ranks is torchrun's
 
@@ -151,28 +129,6 @@ FSDP = FormatCode(python_code(_fsdp_module, {}), _finish_fsdp)
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
 BUCKET = "--ddp-bucket-size"
-PAIRS = "--overlap-moe-expert-parallel-comm"
-LOOPED = INTERLEAVED_1F1B, OVERLAPPED_1F1B
-
-
-def _megatron_names(asked: ExportRequest) -> Mapping[str, Any]:
-    plan = asked.plan
-    return {
-        "looped": plan.schedule in LOOPED,
-        "pairs": plan.schedule == OVERLAPPED_1F1B and not _why_no_pairs(vars(plan)),
-        "at_once": plan.bucket_mb == ALL_AT_ONCE,
-    }
-
-
-def _why_no_pairs(fields: Mapping[str, Any]) -> str:
-    """Say why Megatron would refuse pairs in a plan of these fields (`TransformerConfig`); "" if it would not."""
-    if fields.get("ep", 1) == 1:
-        return "it goes with --expert-model-parallel-size=2 or more"
-    if fields.get("pp", 1) > 1 and fields.get("virtual_stages", 1) == 1:
-        return "in a pipeline it goes with several stages per rank, --num-virtual-stages-per-pipeline-rank=2"
-    if fields.get("recompute") == "full":
-        return "it goes with --recompute-granularity=selective, or none"
-    return "it goes with --bf16 or --fp16" if fields.get("precision", "full") == "full" else ""
 
 
 def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields:
@@ -190,9 +146,7 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
         )
     fields["dp"] = dp = ranks // inner
     fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
-    if PAIRS in values:
-        if reason := _why_no_pairs(fields):
-            raise ValueError(f"megatron: {PAIRS}: {reason}")
+    if "--overlap-moe-expert-parallel-comm" in values:
         fields["schedule"] = OVERLAPPED_1F1B
     fields["dp_shard"] = _shards("megatron", dp, "--num-distributed-optimizer-instances", values)
     if cp > 1 and fields.get("cp_method") != "ulysses":
@@ -228,4 +182,4 @@ def _megatron_script(page: Page) -> str:
     )
 
 
-MEGATRON = FormatCode(command("megatron", _megatron_script), _finish_megatron, _megatron_names)
+MEGATRON = FormatCode(command("megatron", _megatron_script), _finish_megatron)

@@ -163,13 +163,6 @@ def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[st
     own = {name: names - format_of(name).common for name, names in known.items()}
     most = max((len(known[name]) for name, names in own.items() if names), default=0)
     best = [name for name, names in own.items() if names and len(known[name]) == most]
-    # Megatron's arguments come after torchrun's: those of torchrun alone are torchrun's.
-    keys = {name: format_of(name).keys.keys() for name in best}
-    best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
-    best = [
-        name for name in best
-        if not any(own[name] <= known[other] and own[other] - known[name] for other in best)
-    ]  # fmt: skip
     if len(best) == 1:
         return format_of(best[0])
     if best:

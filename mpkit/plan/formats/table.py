@@ -232,6 +232,8 @@ class Format:
             "ranks": plan.ranks,
             **self.code.names(asked),
         }
+        for name, expression in tables()[self.name].get("names", {}).items():
+            known[name] = eval(expression, {**KNOWN}, known)
         found = ((name, key.write(known)) for name, key in self.keys.items())
         return {name: value for name, value in found if value is not None}
 

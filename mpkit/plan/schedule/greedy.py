@@ -108,7 +108,7 @@ class _Rank:
         self.stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == rank]
         self._last = len(stage_to_rank) - 1
         self._p = max(stage_to_rank) + 1
-        self._m, self._costs, self._policy = m, costs, policy
+        self._costs, self._policy = costs, policy
         self._time = {"F": costs.f, "I": costs.i, "W": costs.w}
         self._limit = max(policy.limit[rank], sum(costs.activation[stage] for stage in self.stages))
         self._lead = policy.lead[rank]
@@ -122,8 +122,8 @@ class _Rank:
 
     def choose(self, now: float) -> Action | None:
         """Choose what to do now; None if nothing can be done."""
-        forward, f_at = self._forward(now)
-        backward, i_at = self._input_grad(now)
+        forward, f_at = self._ready("F", now)
+        backward, i_at = self._ready("I", now)
         weight = self._weight_grad()
         if weight is not None and self._ahead > self._lead and (backward is None or i_at > now):
             return weight
@@ -156,32 +156,21 @@ class _Rank:
             self._before = kind
         return self.free
 
-    # ---- what could run: the best of its kind, and when it is ready --------------------------------------
-
-    def _forward(self, now: float) -> tuple[Action | None, float]:
-        best, chosen, when = (inf, 0.0, 0.0), None, inf
+    def _ready(self, kind: str, now: float) -> tuple[Action | None, float]:
+        """Return the best F or I that could run, and when its input is there; without one None, and never."""
+        found, how = [], self._policy.forwards
         for stage in self.stages:
-            i = self._next["F"][stage]
-            at = self.comes.get(("F", stage, i), inf)
-            if i >= self._m or at == inf or not self._is_allowed(stage, i):
+            i = self._next[kind][stage]
+            at = self.comes.get((kind, stage, i))
+            if at is None or (kind == "F" and not self._is_allowed(stage, i)):
                 continue
-            how = self._policy.forwards
-            turn = i // self._p if how == "turns" else 0
-            key = (max(at, now), float(turn), float(-stage if how == "deep" else stage))
-            if key < best:
-                best, chosen, when = key, Action("F", stage, i), at
-        return chosen, when
-
-    def _input_grad(self, now: float) -> tuple[Action | None, float]:
-        best, chosen, when = (inf, 0, 0), None, inf
-        for stage in self.stages:
-            i = self._next["I"][stage]
-            at = self.comes.get(("I", stage, i), inf)
-            if i < self._next["F"][stage] and at < inf:
-                key = (max(at, now), i, -stage)
-                if key < best:
-                    best, chosen, when = key, Action("I", stage, i), at
-        return chosen, when
+            turn = i if kind == "I" else i // self._p if how == "turns" else 0
+            is_deep = kind == "I" or how == "deep"
+            found.append((max(at, now), turn, -stage if is_deep else stage, at, Action(kind, stage, i)))
+        if not found:
+            return None, inf
+        *_, at, action = min(found)
+        return action, at
 
     def _weight_grad(self) -> Action | None:
         due = [(self._next["W"][s], -s) for s in self.stages if self._next["W"][s] < self._next["I"][s]]
@@ -220,5 +209,5 @@ def span(
     Args:
         schedule, slots, hop, again: as for `mpkit.plan.schedule.play.play`.
     """
-    placed, stuck = play(schedule, slots, hop, again)
-    return inf if stuck else max(each.end for each in placed) - placed[0].start
+    placed = play(schedule, slots, hop, again)
+    return inf if schedule.order.stuck else max(each.end for each in placed) - placed[0].start

@@ -32,7 +32,7 @@ def lower(schedule: Schedule) -> Schedule:
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0RECV_B0 0B1 0B0
     1RECV_F0 1RECV_F1 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0
     """
-    placed = play(schedule, hop=HOP).placed
+    placed = play(schedule, hop=HOP)
     busy: list[list[tuple[float, float]]] = [[] for _ in schedule.rows]
     for each in placed:
         busy[each.rank].append((each.start, each.end))

@@ -22,7 +22,6 @@ __all__ = [
     "SLOTS",
     "Order",
     "PlacedAction",
-    "PlayResult",
     "draw",
     "draw_rows",
     "end_times",
@@ -55,20 +54,15 @@ class PlacedAction(NamedTuple):
     left: float
 
 
-class PlayResult(NamedTuple):
-    """The actions that could run, by start, and by rank that is stuck the action it is at and the one it waits for."""
-
-    placed: list[PlacedAction]
-    stuck: dict[int, tuple[Action, Action]]
-
-
 def play(
     schedule: Schedule,
     slots: Mapping[str, float | Sequence[float]] = SLOTS,
     hop: float = 0,
     again: Sequence[float] = (),
-) -> PlayResult:
+) -> list[PlacedAction]:
     """Run a schedule on paper: each rank runs its row in order, each action as soon as what it needs is there.
+
+    Returns the actions that could run, by start; `schedule.order.stuck` has where ranks are stuck.
 
     Args:
         schedule: the schedule; messages in it are ignored.
@@ -77,7 +71,7 @@ def play(
         again: by stage, how long recomputing its forward takes before a backward; it does not wait for the gradient.
 
     >>> from mpkit.plan.schedule import Schedule
-    >>> [(each.start, each.end, each.rank, each.action) for each in play(Schedule(["0F0 0B0", "1F0 1B0"])).placed]
+    >>> [(each.start, each.end, each.rank, each.action) for each in play(Schedule(["0F0 0B0", "1F0 1B0"]))]
     [(0, 1, 0, 0F0), (1, 2, 1, 1F0), (2, 4, 1, 1B0), (4, 6, 0, 0B0)]
     """
     order, stages = schedule.order, schedule.stages
@@ -90,7 +84,7 @@ def play(
         start = max(ends[before] + lead[slot], ends[need] + hop)
         left = ends[order.leaves.get(number, number)]
         placed.append(PlacedAction(start, ends[number], rank, action, left))
-    return PlayResult(sorted(placed), order.stuck)
+    return sorted(placed)
 
 
 # ---- the order once, and the times for each plan that has it
@@ -239,7 +233,7 @@ def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
         schedule: the schedule to draw.
         slots: the number of slots for each kind of action, whole numbers.
     """
-    placed = play(schedule, slots).placed
+    placed = play(schedule, slots)
     plain = schedule.stage_to_rank == tuple(range(schedule.ranks))
     width = max((len(_label(each.action, plain)) for each in placed if each.end > each.start), default=1)
     columns = round(max((each.end for each in placed), default=0))

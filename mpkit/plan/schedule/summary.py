@@ -38,7 +38,7 @@ def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
 @lru_cache(4096)
 def _played_bubble(schedule: str | Schedule, p: int, m: int, v: int) -> float:
     built = build_schedule(schedule, p, m, v) if isinstance(schedule, str) else schedule
-    placed = play(built).placed
+    placed = play(built)
     busy = sum(one.end - one.start for one in placed)
     return 1 - busy / (built.ranks * (max(one.end for one in placed) - placed[0].start))
 
