@@ -1,4 +1,4 @@
-"""The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands, a module per group of them."""
+"""The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands, in `commands.toml`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
-from mpkit.cli.classroom import add_classroom
-from mpkit.cli.parser import CommandParser
-from mpkit.cli.predict import add_predict
-from mpkit.cli.train import add_train
-from mpkit.cli.understand import add_understand
+from mpkit.cli.parser import CommandParser, add_commands
 from mpkit.errors import MpkitError
 
 __all__ = ["main"]
@@ -21,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and run; a user's mistake ends with one message and exit code 2, a failed run with 1."""
     try:
         options = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
-        options.run(options)
+        resolve_name(options.run)(options)
     except ValueError as error:
         _leave(str(error), 2)
     except MpkitError as error:
@@ -43,7 +40,5 @@ def _parser() -> argparse.ArgumentParser:
         prog="mpkit", description="Learn, try out and plan parallel training in PyTorch.",
         epilog="`mpkit COMMAND --help` describes a command's options.",
     )  # fmt: skip
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_train, add_understand, add_predict, add_classroom):
-        add(commands)
+    add_commands(parser)
     return parser

@@ -1,18 +1,19 @@
-"""The command line's pages of help and its errors: one form for all commands."""
+"""The command line's commands, which `commands.toml` lists, their pages of help and their errors: one form for all."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["CommandParser", "Commands", "add_command"]
+__all__ = ["CommandParser", "add_commands"]
 
-Commands = Any
-"""The parser's commands, to which each is added (an `argparse._SubParsersAction`)."""
+TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path}
 
 
 class PageOfHelp(argparse.RawDescriptionHelpFormatter):
@@ -79,40 +80,24 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {meant or message}\n{works}\n")
 
 
-def add_command(
-    commands: Commands, name: str, does: str, more: str, *, example: str, run: Callable[[argparse.Namespace], None]
-) -> argparse.ArgumentParser:  # fmt: skip
-    """Add a command.
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `commands.toml` to a parser; `options.run` is then the function to call, by its name.
 
-    Args:
-        commands: to which.
-        name: its name.
-        does: what it does, in the imperative and without a full stop: its line in `mpkit --help`.
-        more: what else its own page says.
-        example: a command line that works.
-        run: what it calls with the parsed options.
-
-    Returns:
-        Its parser, which its options are added to.
-
-    >>> parser = argparse.ArgumentParser(prog="mpkit")
-    >>> one = add_command(parser.add_subparsers(), "fits", "say whether a plan fits", "It exits with 1 if not.",
-    ...                   example="mpkit fits --plan ddp", run=print)
-    >>> print(one.format_help())
-    usage: mpkit fits [-h]
-    <BLANKLINE>
-    Say whether a plan fits. It exits with 1 if not.
-    <BLANKLINE>
-    options:
-      -h, --help  show this help message and exit
-    <BLANKLINE>
-    example:
-      mpkit fits --plan ddp
-    <BLANKLINE>
+    >>> parser = CommandParser(prog="mpkit")
+    >>> add_commands(parser)
+    >>> options = parser.parse_args(["diagnose", "traces/", "--step", "3"])
+    >>> options.run, options.paths, options.step
+    ('mpkit.cli.commands:diagnose_traces', ['traces/'], 3)
     """
-    about = f"{does[0].upper()}{does[1:]}. {more}".strip()
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=does, description=about, epilog=f"example:\n  {example}", formatter_class=PageOfHelp
-    )
-    command.set_defaults(run=run)
-    return command
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    rows = tomllib.loads((files(__package__) / "commands.toml").read_text(encoding="utf-8"))
+    for name, row in rows.items():
+        does = row["does"]
+        command = commands.add_parser(
+            name, help=does, description=f"{does[0].upper()}{does[1:]}. {row['more']}",
+            epilog=f"example:\n  {row['example']}", formatter_class=PageOfHelp,
+        )  # fmt: skip
+        command.set_defaults(command=name, run=row["run"])
+        for flags, how in rows[row.get("like", name)]["options"].items():
+            kind = {"type": TYPES[how["type"]]} if "type" in how else {}
+            command.add_argument(*flags.split(), **how | kind)

@@ -8,18 +8,12 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from mpkit.cli.parser import Commands, add_command
 from mpkit.plan.kinds import ORDERS
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.architecture import Architecture
 
-__all__ = ["add_predict", "plan_of"]
-
-PLANS = (
-    "words joined by +, such as ddp, zero3+bf16, pp4+zb_h1, zero2+full (recomputation) or tp8+pp4+zero1+m32+bf16; or a "
-    "Plan as JSON. Replicas take the devices that are left"
-)
+__all__ = ["advise_plan", "plan_of", "predict"]
 
 SEQUENCE = 4096
 NODE = "node"
@@ -37,77 +31,8 @@ WORDS: Mapping[str, dict[str, Any]] = {
 """Words without a number, and the fields of a Plan that they say."""
 
 
-def add_predict(commands: Commands) -> None:
-    """Add the commands to the parser."""
-    for name, does, more, example in (
-        (
-            "estimate", "predict the time and memory of a training step on any machine",
-            "It prints an error band, and where the time goes. Nothing is run.",
-            "mpkit estimate --model llama3-8b --plan zero3+bf16 --hardware 8x-h100-nvlink",
-        ),
-        (
-            "fits", "say whether a plan fits a machine's memory",
-            "It prints what is largest, and what to change if the plan does not fit. The exit status is then 1.",
-            "mpkit fits --model llama3-8b --plan zero3+bf16 --hardware 8x-a100-nvlink",
-        ),
-    ):  # fmt: skip
-        command = add_command(commands, name, does, more, example=example, run=_predict)
-        _add_model(command)
-        command.add_argument("--plan", required=True, help=PLANS)
-        _add_machine(command)
-        command.add_argument(
-            "--global-batch", type=int, metavar="N",
-            help="samples per step, over all replicas (default: one per replica and micro-batch)",
-        )  # fmt: skip
-        command.set_defaults(what=name)
-    _add_advise(commands)
-
-
-def _add_advise(commands: Commands) -> None:
-    command = add_command(
-        commands, "advise", "say which plan is the fastest that fits a machine, and why",
-        "It considers every mesh, schedule, stage of ZeRO and kind of recomputation and offload. Nothing is run.",
-        example="mpkit advise --model llama3-8b --hardware 8x-a100-nvlink --global-batch 64", run=_advise,
-    )  # fmt: skip
-    _add_model(command)
-    _add_machine(command)
-    command.add_argument(
-        "--global-batch", type=int, required=True, metavar="N", help="samples per step, over all replicas"
-    )
-    command.add_argument(
-        "--by", choices=("time", "cost", "devices"), default="time",
-        help="what is best: the fastest step, the cheapest one, or the fewest devices",
-    )  # fmt: skip
-    command.add_argument("--price", type=float, help="price of a GPU per hour, for --by cost")
-    command.add_argument(
-        "--to", metavar="FRAMEWORK", help="print only the best plan, as a file or command of this framework"
-    )
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--model", required=True, help="a known name, such as llama3-8b, or the path of a config.json"
-    )
-
-
-def _add_machine(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--hardware", required=True, metavar="MACHINE", help="such as 8x-a100-nvlink or 16x8-h100-ndr"
-    )
-    command.add_argument(
-        "--sequence", type=int, metavar="N",
-        help=f"tokens per sample (default: {SEQUENCE}, or as many as the model has learned positions for, if fewer)",
-    )  # fmt: skip
-    command.add_argument(
-        "--expert-load", type=float, metavar="RATIO",
-        help="the rows of the busiest of the ranks that divide experts, divided by the mean (default: uniform routing)",
-    )  # fmt: skip
-    command.add_argument(
-        "--stack", help="the software, such as pytorch, megatron, torchtitan, deepspeed or llm-foundry"
-    )
-
-
-def _advise(options: argparse.Namespace) -> None:
+def advise_plan(options: argparse.Namespace) -> None:
+    """Run `mpkit advise`."""
     from mpkit.prediction.advice.advice import advise
 
     model, sequence = _model_of(options)
@@ -129,7 +54,8 @@ def _advise(options: argparse.Namespace) -> None:
         print(found.best.to(options.to, global_batch=options.global_batch))
 
 
-def _predict(options: argparse.Namespace) -> None:
+def predict(options: argparse.Namespace) -> None:
+    """Run `mpkit estimate` or `mpkit fits`; the latter leaves with 1 if the plan does not fit."""
     from mpkit.devices.catalogue import hardware
     from mpkit.prediction.cost_model.estimate import estimate
 
@@ -144,7 +70,7 @@ def _predict(options: argparse.Namespace) -> None:
     }
     found = estimate(model, plan, machine, **asked)
     print(found)
-    if options.what == "fits":
+    if options.command == "fits":
         raise SystemExit(0 if found else 1)
 
 
@@ -217,5 +143,7 @@ def _fields_of(word: str, words: str) -> dict[str, Any]:
     if word in SCHEDULES:
         return {"schedule": word}
     if word not in WORDS:
-        raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {PLANS}")
+        raise ValueError(
+            f"--plan {words}: {word!r} means nothing here. Such as: ddp, zero3+bf16, pp4+zb_h1 or tp8+zero1+m32"
+        )
     return WORDS[word]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import subprocess
 import sys
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -146,6 +148,8 @@ def test_commands_and_files_are_there(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--help"])
     named = capsys.readouterr().out.split()
+    rows = tomllib.loads((ROOT / "mpkit/cli/commands.toml").read_text())
+    assert all(callable(resolve_name(row["run"])) for row in rows.values())
     for words in re.findall(r"`mpkit (\w+)", TEXT):
         assert words in named, words
     for topic in re.findall(r"`mpkit doctor ([a-z0-9 -]+)`", TEXT):
