@@ -23,7 +23,7 @@ from mpkit.prediction.cost_model.configs import TRAITS, NoArchitecture
 from mpkit.prediction.cost_model.estimate import estimate_of
 from mpkit.prediction.cost_model.known_models import architecture_of, known_models
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import MemoryModel
+from mpkit.prediction.cost_model.memory import MemoryModel, kept_bytes
 from mpkit.prediction.cost_model.stack import Stack
 from tests.recipes import adamw
 from tests.serial import Clusters
@@ -284,8 +284,9 @@ class TestMegatronsActivations:
     )
     def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
         layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
-        found = MemoryModel(self.gpt, 2048, self.stack).kept(0, layout)
-        assert found / (2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)
+        held = MemoryModel(self.gpt, 2048, self.stack).of(layout)
+        found = kept_bytes(recompute, held.everything, held.border, held.scores)
+        assert found / (48 * 2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)
 
 
 # ---- Architectures against the models of transformers: the same parameters, from their configs and by name.

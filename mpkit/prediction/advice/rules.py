@@ -14,7 +14,7 @@ Source: Hugging Face, "Efficient Training on Multiple GPUs" (perf_train_gpu_many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -51,102 +51,73 @@ class Rule:
 
 
 def rules_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Rule]:
-    """Return the rules that apply."""
-    if not found:
-        return [_states(asked)] if isfinite(asked.available) else []
-    rules = (
-        _one_device(asked, found) if isfinite(asked.available) else None,
-        _layer(asked, found),
-        _links(asked, found),
-        _nodes(asked, found),
-        _one_node(asked, found),
-        _links_between(asked, found),
-        _zero(found),
-        _single(asked, found),
+    """Return the rules that apply, of layouts that are ordered with the best first."""
+    device, per_parameter = (
+        asked.hardware.device,
+        asked.stack.element + asked.stack.gradient + asked.stack.states,
     )
-    return [rule for rule in rules if rule is not None]
-
-
-def _states(asked: Workload) -> Rule:
-    """Say what the states alone take where no plan fits."""
-    model, device = asked.model, asked.hardware.device
-    states = (asked.stack.element + asked.stack.gradient + asked.stack.states) * model.parameters
-    needed = -(-states // device.memory)
-    have = memory_text(asked.hardware.devices * device.memory)
-    return Rule(
-        f"The states of {model.parameters / 1e9:.3g} B parameters take {memory_text(states)} over all ranks.",
-        True,
-        f"{asked.hardware.devices} devices have {have}; the states need {needed:.0f} or more.",
-    )
-
-
-def _one_device(asked: Workload, found: Sequence[FoundLayout]) -> Rule:
-    """Return whether a replica fits one device, so that data parallelism is enough."""
-    n, batch = asked.hardware.devices, asked.global_batch
-    best, room = found[0], asked.available
-    plain = Layout(dp=n, microbatches=max(1, batch // n))
-    held = float(asked.memory_model.of(plain).peak("none"))
-    if held > room:
-        return Rule(
-            f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: divide states "
-            "or model.",
-            best.layout.zero > 0 or best.layout.pp > 1 or best.layout.tp > 1 or best.layout.offload != "none",
-            f"the best plan holds {memory_text(best.memory)}.",
+    states = per_parameter * asked.model.parameters
+    if found:
+        rules = [*_of_sizes(asked, found, per_parameter), *_of_one_node(asked, found)]
+        return [*rules, *_of_several_nodes(asked, found, states), *_of_parts(found)]
+    if not isfinite(asked.available):
+        return []
+    says = f"The states of {asked.model.parameters / 1e9:.3g} B parameters take {memory_text(states)} over all ranks."
+    have, needed = memory_text(asked.hardware.devices * device.memory), -(-states // device.memory)
+    return [
+        Rule(
+            says, True, f"{asked.hardware.devices} devices have {have}; the states need {needed:.0f} or more."
         )
-    only = best.layout.pp == best.layout.tp == best.layout.cp == 1
-    took = min((each.seconds for each in found if _is_plain(each.layout)), default=best.seconds)
-    return Rule(
-        f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: data parallelism "
-        "is enough.",
-        only,
-        f"DDP takes {seconds(took)} per step, the best plan {seconds(best.seconds)}.",
-    )
+    ]
 
 
-def _layer(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
-    """Return whether one layer with its states fits a device; None where a whole replica does."""
-    model, room, stack = asked.model, asked.available, asked.stack
-    states = stack.element + stack.gradient + stack.states
-    if states * model.parameters <= room:
-        return None
-    held = states * max(model.layer_parameters(first) for first, _ in model.kinds())
-    best = found[0].layout
+def _of_sizes(asked: Workload, found: Sequence[FoundLayout], per_parameter: float) -> Iterator[Rule]:
+    """Yield whether a replica fits one device, so that data parallelism is enough; if its states do not, whether one
+    layer does.
+    """
+    model, room, best = asked.model, asked.available, found[0]
+    if isfinite(room):
+        plain = Layout(
+            dp=asked.hardware.devices, microbatches=max(1, asked.global_batch // asked.hardware.devices)
+        )
+        held = float(asked.memory_model.of(plain).peak("none"))
+        says = f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: "
+        if held > room:
+            divided = best.layout.zero > 0 or best.layout.pp > 1 or best.layout.tp > 1
+            yield Rule(
+                f"{says}divide states or model.",
+                divided or best.layout.offload != "none",
+                f"the best plan holds {memory_text(best.memory)}.",
+            )
+        else:
+            ddp = _first(found, lambda of: of.pp == of.tp == of.cp == 1 and of.zero == 0) or best
+            yield Rule(
+                f"{says}data parallelism is enough.",
+                best.layout.pp == best.layout.tp == best.layout.cp == 1,
+                f"DDP takes {seconds(ddp.seconds)} per step, the best plan {seconds(best.seconds)}.",
+            )
+    if per_parameter * model.parameters <= room:
+        return
+    held = per_parameter * max(model.layer_parameters(first) for first, _ in model.kinds())
+    degrees = f"the best plan has tp={best.layout.tp}"
     if held <= room:
-        return Rule(
+        yield Rule(
             f"The largest layer with its states takes {memory_share(held, room)} of a device, so that a pipeline or "
             "ZeRO is enough, without tensor parallelism.",
-            best.tp == 1,
-            f"the best plan has tp={best.tp}, pp={best.pp}, ZeRO-{best.zero}.",
+            best.layout.tp == 1,
+            f"{degrees}, pp={best.layout.pp}, ZeRO-{best.layout.zero}.",
         )
-    return Rule(
-        f"The largest layer with its states takes {memory_text(held)} and a device has {memory_text(room)}: divide the "
-        "layer itself, by tensor parallelism or ZeRO.",
-        best.tp > 1 or best.zero > 0,
-        f"the best plan has tp={best.tp}, ZeRO-{best.zero}.",
-    )
+    else:
+        yield Rule(
+            f"The largest layer with its states takes {memory_text(held)} and a device has {memory_text(room)}: divide "
+            "the layer itself, by tensor parallelism or ZeRO.",
+            best.layout.tp > 1 or best.layout.zero > 0,
+            f"{degrees}, ZeRO-{best.layout.zero}.",
+        )
 
 
-def _is_plain(layout: Layout) -> bool:
-    return layout.pp == layout.tp == layout.cp == 1 and layout.zero == 0
-
-
-def _nodes(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
-    """Return whether tensor parallelism stays inside the node; None on one node, or where nothing else fits."""
-    per_node = asked.hardware.per_node
-    inside = _first(found, lambda layout: layout.tp <= per_node)
-    across = _first(found, lambda layout: layout.tp > per_node)
-    if asked.hardware.nodes == 1 or inside is None or across is None:
-        return None
-    return Rule(
-        TP_INSIDE,
-        inside.seconds <= across.seconds,
-        f"at best {seconds(inside.seconds)} per step with tp={inside.layout.tp}, "
-        f"{seconds(across.seconds)} with tp={across.layout.tp} across nodes.",
-    )
-
-
-def _links(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
-    """Return whether links inside the node decide as the guide says; None where there is nothing to compare."""
+def _of_one_node(asked: Workload, found: Sequence[FoundLayout]) -> Iterator[Rule]:
+    """Yield whether links inside the node decide as the guide says, where two ways of dividing fit."""
     speed = asked.hardware.link.bandwidth
     ways = {
         "a pipeline": _first(found, lambda of: of.pp > 1 and of.tp == of.cp == 1 and of.zero < 2),
@@ -155,38 +126,45 @@ def _links(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
     }
     took = {name: way.seconds for name, way in ways.items() if way is not None}
     if asked.hardware.nodes > 1 or len(took) < 2:
-        return None
-    words = ", ".join(f"{seconds(each)} with {name} alone" for name, each in took.items())
+        return
+    why = f"at best {', '.join(f'{seconds(each)} with {name} alone' for name, each in took.items())}."
     if speed >= FAST:
         says = f"Links of {speed / 1e9:.0f} GB/s are fast: a pipeline, ZeRO and tensor parallelism do about alike."
-        return Rule(says, max(took.values()) <= ALIKE * min(took.values()), f"at best {words}.")
-    says = f"Links of {speed / 1e9:.3g} GB/s are slow: a pipeline is faster than tensor parallelism or ZeRO."
-    return Rule(says, min(took, key=took.__getitem__) == "a pipeline", f"at best {words}.")
+        yield Rule(says, max(took.values()) <= ALIKE * min(took.values()), why)
+    else:
+        says = (
+            f"Links of {speed / 1e9:.3g} GB/s are slow: a pipeline is faster than tensor parallelism or ZeRO."
+        )
+        yield Rule(says, min(took, key=took.__getitem__) == "a pipeline", why)
 
 
-def _one_node(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
-    """Return whether states that fit one node are better sharded inside it; None where they do not, or on one node."""
-    machine, stack = asked.hardware, asked.stack
-    states = (stack.element + stack.gradient + stack.states) * asked.model.parameters
-    room = machine.per_node * HEADROOM * asked.available
-    inside = _first(found, lambda of: 0 < of.sharded * of.tp <= machine.per_node)
-    across = _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > machine.per_node)
-    if machine.nodes == 1 or states > room or inside is None or across is None:
-        return None
-    return Rule(
-        f"The states take {memory_text(states)} and a node has {memory_text(room)}: shard them inside the node.",
-        inside.seconds <= across.seconds,
-        f"at best {seconds(inside.seconds)} per step inside, {seconds(across.seconds)} among all nodes.",
-    )
-
-
-def _links_between(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
-    """Return whether links between nodes decide as the guide says; None on one node, or where one way fits only."""
-    machine = asked.hardware
+def _of_several_nodes(asked: Workload, found: Sequence[FoundLayout], states: float) -> Iterator[Rule]:
+    """Yield what is better inside a node than across nodes, and what links between them decide, where both ways fit."""
+    machine, per_node = asked.hardware, asked.hardware.per_node
+    if machine.between is None or machine.nodes == 1:
+        return
+    inside = _first(found, lambda of: of.tp <= per_node)
+    across = _first(found, lambda of: of.tp > per_node)
+    if inside and across:
+        yield Rule(
+            TP_INSIDE,
+            inside.seconds <= across.seconds,
+            f"at best {seconds(inside.seconds)} per step with tp={inside.layout.tp}, "
+            f"{seconds(across.seconds)} with tp={across.layout.tp} across nodes.",
+        )
+    room = per_node * HEADROOM * asked.available
+    inside = _first(found, lambda of: 0 < of.sharded * of.tp <= per_node)
+    across = _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > per_node)
+    if states <= room and inside and across:
+        yield Rule(
+            f"The states take {memory_text(states)} and a node has {memory_text(room)}: shard them inside the node.",
+            inside.seconds <= across.seconds,
+            f"at best {seconds(inside.seconds)} per step inside, {seconds(across.seconds)} among all nodes.",
+        )
     alone = _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1)
     several = _first(found, lambda of: of.pp > 1)
-    if machine.between is None or machine.nodes == 1 or alone is None or several is None:
-        return None
+    if not alone or not several:
+        return
     speed = machine.between.bandwidth
     why = (
         f"at best {seconds(alone.seconds)} per step with ZeRO alone, {seconds(several.seconds)} with a pipeline, of "
@@ -194,41 +172,36 @@ def _links_between(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None
     )
     if speed >= FAST_BETWEEN:
         says = f"Links of {speed / 1e9:.0f} GB/s between nodes are fast: ZeRO alone is enough, and needs no new code."
-        return Rule(says, alone.seconds <= ALIKE * several.seconds, why)
-    says = f"Links of {speed / 1e9:.3g} GB/s between nodes are slow: a pipeline between nodes, and ZeRO-1 at most."
-    return Rule(says, several.seconds <= alone.seconds and several.layout.zero <= 1, why)
+        yield Rule(says, alone.seconds <= ALIKE * several.seconds, why)
+    else:
+        says = f"Links of {speed / 1e9:.3g} GB/s between nodes are slow: a pipeline between nodes, and ZeRO-1 at most."
+        yield Rule(says, several.seconds <= alone.seconds and several.layout.zero <= 1, why)
 
 
-def _zero(found: Sequence[FoundLayout]) -> Rule | None:
-    """Return whether a pipeline is better with ZeRO-1 than with ZeRO-2 or -3; None where there is no such pair."""
-    low = _first(found, lambda layout: layout.pp > 1 and layout.zero <= 1)
-    high = _first(found, lambda layout: layout.pp > 1 and layout.zero >= 2)
-    if low is None or high is None:
-        return None
-    return Rule(
-        "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients and "
-        "weights already: take ZeRO-1.",
-        low.seconds <= high.seconds,
-        f"at best {seconds(low.seconds)} per step with ZeRO-{low.layout.zero}, {seconds(high.seconds)} with "
-        f"ZeRO-{high.layout.zero}.",
-    )
-
-
-def _single(asked: Workload, found: Sequence[FoundLayout]) -> Rule | None:
-    """Return what recomputation or offload buys, which one device can do by itself; None where the best has none."""
+def _of_parts(found: Sequence[FoundLayout]) -> Iterator[Rule]:
+    """Yield whether a pipeline is better with ZeRO-1 than with more; and what one device can do by itself, if the best
+    plan does that.
+    """
+    low = _first(found, lambda of: of.pp > 1 and of.zero <= 1)
+    high = _first(found, lambda of: of.pp > 1 and of.zero >= 2)
+    if low and high:
+        yield Rule(
+            "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients "
+            "and weights already: take ZeRO-1.",
+            low.seconds <= high.seconds,
+            f"at best {seconds(low.seconds)} per step with ZeRO-{low.layout.zero}, {seconds(high.seconds)} with "
+            f"ZeRO-{high.layout.zero}.",
+        )
     best = found[0]
-    if best.layout.recompute == "none" and best.layout.offload == "none":
-        return None
-    without = _first(found, lambda layout: layout.recompute == "none" and layout.offload == "none")
-    measures = [f"recompute={best.layout.recompute!r}"] * (best.layout.recompute != "none")
-    measures += [f"offload={best.layout.offload!r}"] * (best.layout.offload != "none")
-    why = (
-        "no plan fits without."
-        if without is None
-        else f"the best plan without takes {seconds(without.seconds)} per step, "
-        f"{percent(without.seconds / best.seconds - 1)} longer."
-    )
-    return Rule(f"Before more GPUs, try what one can do: {', '.join(measures)}.", True, why)
+    asked = {"recompute": best.layout.recompute, "offload": best.layout.offload}
+    measures = [f"{name}={value!r}" for name, value in asked.items() if value != "none"]
+    if measures:
+        without = _first(found, lambda of: of.recompute == of.offload == "none")
+        why = "no plan fits without."
+        if without:
+            longer = percent(without.seconds / best.seconds - 1)
+            why = f"the best plan without takes {seconds(without.seconds)} per step, {longer} longer."
+        yield Rule(f"Before more GPUs, try what one can do: {', '.join(measures)}.", True, why)
 
 
 def _first(found: Sequence[FoundLayout], wanted: Callable[[Layout], bool]) -> FoundLayout | None:

@@ -256,7 +256,7 @@ class Estimate(Workload, DrawnResult, Answer):
             pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
             virtual_stages=self.plan.virtual_stages,
         )  # fmt: skip
-        forward, backward, beside, hop = self.step.played_times
+        forward, backward, beside, hop = self.step.played[4:]
         halves = [time / 2 for time in backward]
         reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
         kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}

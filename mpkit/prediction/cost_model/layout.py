@@ -8,7 +8,7 @@ Shares   how many parameters the ranks compute with, and how many of them they u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from math import gcd
 from operator import attrgetter
@@ -26,7 +26,7 @@ from mpkit.plan.schedule.summary import peak_live, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["Layout", "Shares", "Stages", "layout_of", "model_under", "plan_of", "shares_of", "stages_of"]
+__all__ = ["Layout", "Shares", "Stages", "layout_of", "plan_of", "shares_of", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -324,12 +324,6 @@ class Stages(NamedTuple):
         """The number of layers of each rank."""
         return sum(self.kinds)
 
-    def take(self, rows: Numbers) -> Stages:
-        """Return those of some of the layouts."""
-        return Stages(
-            tuple(take(kind, rows) for kind in self.kinds), *(take(each, rows) for each in self[1:])
-        )
-
 
 def stages_of(model: Architecture, layout: Layout) -> Stages:
     """Return what the ranks of a pipeline hold; of many layouts, one rank of each class of those that hold alike.
@@ -376,11 +370,6 @@ def _ranks(model: Architecture, layout: Layout) -> list[tuple[Any, ...]]:
 
 
 # ---- parameters of the ranks
-
-
-def model_under(stack: Stack, model: Architecture) -> Architecture:
-    """Return the sizes of a model as a stack runs it: some divide experts along tp that others leave whole."""
-    return replace(model, whole_experts=False) if model.whole_experts and stack.divides_experts else model
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ class Stack:
         attention_outputs: tensors of an attention's output that are kept: two where the attention and the product after
             it read it in different layouts (FlashAttention 2 in Megatron).
         copies: bytes per parameter of DDP's buckets where gradients are not views of them.
-        views: whether gradients are views of the buckets that are sent, so that nothing is beside them.
         dropout: whether dropout masks are kept.
         early_stop: whether recomputation ends before the last product, whose output nobody needs
             (torch.utils.checkpoint with use_reentrant=False).
@@ -143,7 +142,6 @@ class Stack:
     grouped: bool = False
     attention_outputs: int = 1
     copies: float = 0.0
-    views: bool = False
     dropout: bool = False
     early_stop: bool = False
     blocking_p2p: bool = False

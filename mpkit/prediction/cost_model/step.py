@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpkit.common.arrays import Numbers, larger, log2, rows_at, smaller, take, where
+from mpkit.common.arrays import Numbers, larger, log2, rows_at, smaller, where
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, OVERLAPPED_1F1B
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import BESIDE
@@ -31,7 +31,7 @@ from mpkit.prediction.cost_model.layer import LayerModel, LayerTime, overlapped_
 from mpkit.prediction.cost_model.layout import Layout, Shares, Stages, shares_of, stages_of
 from mpkit.trace import Kind
 
-__all__ = ["Pipelines", "StepModel", "StepTime"]
+__all__ = ["StepModel", "StepTime"]
 
 HOST_ADAM = 4e9
 """Parameters per second that the processors of a node update; ZeRO-Offload (Ren et al. 2021), table 4: 1 B in .22 s,
@@ -40,81 +40,39 @@ ADAM = 32
 """Bytes per parameter that the update moves: gradient, master weight and two states read; three of them written."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The time of a step of one plan.
+class PipelineTimes(NamedTuple):
+    """A pipeline as it is played.
 
     Attributes:
-        layout: how the step is divided.
+        schedule, p, m, v: the schedule, with ranks, micro-batches and stages per rank.
         forward, backward: seconds per micro-batch of each stage; the backward with what is computed again.
+        beside: those that a forward of each stage adds to a backward with which it runs as one.
         hop: seconds of a message between stages.
-        blocking: whether a stage waits until its messages have been sent.
-        pipeline: seconds of all micro-batches.
-        after: seconds of what follows these, in order: "replicas", "optimizer" and "stragglers".
-        steady: seconds by cause of the work of the rank with most.
-        beside: seconds per micro-batch that a forward of each stage adds to a backward with which it runs as one.
-        longest: the most actions of a schedule that are played.
     """
 
-    layout: Layout
+    schedule: str | Schedule
+    p: int
+    m: int
+    v: int
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    hop: float
-    blocking: bool
-    pipeline: float
-    after: dict[str, float]
-    steady: dict[str, float]
     beside: tuple[float, ...]
-    longest: int = LONG
+    hop: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """The whole."""
-        return self.pipeline + sum(self.after.values())
-
-    @cached_property
-    def because(self) -> dict[str, float]:
-        """Seconds by cause, in descending order; they add up to the whole."""
-        work = sum(self.steady.values())
-        free = self.pipeline
-        if self.hop:
-            free = _play_pipeline(self.layout, (self.forward, self.backward, self.beside, 0.0), self.longest)
-        bubble = {"pipeline bubble": free - work, "messages between stages": self.pipeline - free}
-        causes = self.steady | bubble | self.after
-        # What rounding leaves of 0 is no cause.
-        there = [(cause, time) for cause, time in causes.items() if time > 1e-12 * self.seconds]
-        return dict(sorted(there, key=lambda each: -each[1]))
-
-    @property
-    def played_times(self) -> PlayedTimes:
-        """Seconds of each stage's forward, backward and forward beside one, and of a message, as they are played."""
-        return _with_sends(self.forward, self.backward, self.beside, self.hop, self.blocking)
-
-
-PlayedTimes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]
-
-
-def _with_sends(
-    forward: tuple[float, ...], backward: tuple[float, ...], beside: tuple[float, ...], hop: float, blocking: bool
-) -> PlayedTimes:  # fmt: skip
-    """Return the seconds of each stage's forward, backward and forward beside one, and of a message; a stage waits for
-    sends that block.
-    """
-    if not blocking:
-        return forward, backward, beside, hop
-    # The last stage sends no output, and the first no gradient.
-    sent, less = ((*(time + hop for time in each[:-1]), each[-1]) for each in (forward, beside))
-    return sent, (backward[0], *(time + hop for time in backward[1:])), less, 0.0
-
-
-def _play_pipeline(layout: Layout, times: PlayedTimes, longest: int) -> float:
-    """Return the seconds of a schedule in which the two halves of a backward take equally long."""
-    return _play(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, times, longest)
+    def with_messages(self, hop: float, *, blocking: bool) -> PipelineTimes:
+        """Return these times with messages, which a stage waits for if sends block."""
+        if not blocking:
+            return self._replace(hop=hop)
+        # The last stage sends no output, and the first no gradient.
+        sent, less = ((*(time + hop for time in each[:-1]), each[-1]) for each in (self.forward, self.beside))
+        back = self.backward[0], *(time + hop for time in self.backward[1:])
+        return self._replace(forward=sent, backward=back, beside=less)
 
 
 @lru_cache(4096)  # plans that differ in what follows the pipeline share it
-def _play(schedule: str | Schedule, p: int, m: int, v: int, times: PlayedTimes, longest: int) -> float:
-    forward, backward, beside, hop = times
+def _play(times: PipelineTimes, longest: int) -> float:
+    """Return the seconds of a schedule in which the two halves of a backward take equally long."""
+    schedule, p, m, v, forward, backward, beside, hop = times
     if p == 1:
         pairs = pairs_by_stage(schedule, p, m, v)
         hidden = sum(n * (f - less) for n, f, less in zip(pairs, forward, beside, strict=True))
@@ -124,22 +82,40 @@ def _play(schedule: str | Schedule, p: int, m: int, v: int, times: PlayedTimes, 
     return makespan(schedule, p, m, v, slots, hop, longest)
 
 
-class Pipelines(NamedTuple):
-    """What the formula asks of the schedules of many plans.
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step of one plan.
 
     Attributes:
-        idle: the bubble, in times of a rank.
-        hops: messages that nothing hides.
-        pairs: forwards of a stage that run as one with a backward, the mean of all stages.
+        free, played: the times of its pipeline, without messages and with them.
+        longest: the most actions of a schedule that are played.
+        after: seconds of what follows the pipeline, in order: "replicas", "optimizer" and "stragglers".
+        steady: seconds by cause of the work of the rank with most.
     """
 
-    idle: Numbers
-    hops: Numbers
-    pairs: Numbers
+    free: PipelineTimes
+    played: PipelineTimes
+    longest: int
+    after: dict[str, float]
+    steady: dict[str, float]
 
-    def take(self, rows: Numbers) -> Pipelines:
-        """Return those of some of the plans."""
-        return Pipelines(*(take(each, rows) for each in self))
+    @cached_property
+    def seconds(self) -> float:
+        """The whole."""
+        return _play(self.played, self.longest) + sum(self.after.values())
+
+    @cached_property
+    def because(self) -> dict[str, float]:
+        """Seconds by cause, in descending order; they add up to the whole."""
+        pipeline, free = _play(self.played, self.longest), _play(self.free, self.longest)
+        bubble = {
+            "pipeline bubble": free - sum(self.steady.values()),
+            "messages between stages": pipeline - free,
+        }
+        causes = self.steady | bubble | self.after
+        # What rounding leaves of 0 is no cause.
+        there = [(cause, time) for cause, time in causes.items() if time > 1e-12 * self.seconds]
+        return dict(sorted(there, key=lambda each: -each[1]))
 
 
 class RankTimes(NamedTuple):
@@ -192,7 +168,6 @@ class StepModel(LayerModel):
         stages = stages_of(model, layout)
         shares = shares_of(model, layout, stack, stages)
         ranks = self._ranks(layout, stages, shares)
-        hop = float(self._hop(layout))
         stage_to_rank = layout.stage_to_rank
         held = Counter(stage_to_rank)
         layers = [int(stages.layers[rank]) / held[rank] for rank in stage_to_rank]
@@ -200,48 +175,39 @@ class StepModel(LayerModel):
         f[0] += float(ranks.ends[0])
         f[-1] += float(ranks.ends[1])
         b[-1] += float(ranks.ends[2])
-        forward, backward, beside = tuple(f), tuple(b), tuple(f)
+        beside = f
         exchanged = ranks.kind.forward["experts"]  # of a layer
         if exchanged and stack.overlaps_pairs:
             both = zip(f, b, layers, strict=True)
-            beside = tuple(one - self._hidden_in_pair(one, two, n * exchanged) for one, two, n in both)
-        blocking = stack.blocks(layout.virtual_stages)
-        pipeline = _play_pipeline(layout, _with_sends(forward, backward, beside, hop, blocking), longest)
-        after = self._after(pipeline, ranks, layout, shares)
+            beside = [one - self._hidden_in_pair(one, two, n * exchanged) for one, two, n in both]
+        shape = layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages
+        free = PipelineTimes(*shape, tuple(f), tuple(b), tuple(beside))
+        played = free.with_messages(float(self._hop(layout)), blocking=stack.blocks(layout.virtual_stages))
+        after = self._after(_play(played, longest), ranks, layout, shares)
         steady = self._causes(ranks, stages, layout.microbatches)
-        if beside != forward:
-            pairs = pairs_by_stage(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-            hidden = zip(stage_to_rank, pairs, forward, beside, strict=True)
-            steady["experts"] -= sum(n * (f - less) for rank, n, f, less in hidden if rank == ranks.slowest)
-        return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, beside, longest)
+        if beside != f:
+            hidden = zip(stage_to_rank, pairs_by_stage(*shape), f, beside, strict=True)
+            steady["experts"] -= sum(n * (one - less) for at, n, one, less in hidden if at == ranks.slowest)
+        return StepTime(free, played, longest, after, steady)
 
-    def seconds(
-        self, layout: Layout, stages: Stages | None = None, pipelines: Pipelines | None = None
-    ) -> Numbers:
-        """Return about the seconds per step of many layouts.
-
-        Args:
-            layout: the layouts.
-            stages, pipelines: what their ranks hold, and what is asked of their schedules, if that is known already.
-        """
-        stages = stages or stages_of(self.model, layout)
-        pipelines = pipelines or self.pipelines(layout)
+    def seconds(self, layout: Layout) -> Numbers:
+        """Return about the seconds per step of many layouts."""
+        stages = stages_of(self.model, layout)
         shares = shares_of(self.model, layout, self.stack, stages)
         ranks = self._ranks(layout, stages, shares)
+        idle, hops, pairs = self._ask_schedules(layout)
         f, b = (rows_at(each, ranks.slowest) for each in (ranks.forward, ranks.backward))
         whole = self.model.layers * (ranks.layer[0] + ranks.layer[1]) + sum(ranks.ends)
-        pipeline = (
-            layout.microbatches * (f + b)
-            + (whole - f - b) * pipelines.idle
-            + pipelines.hops * self._hop(layout)
-        )
+        pipeline = layout.microbatches * (f + b) + (whole - f - b) * idle + hops * self._hop(layout)
         if self.stack.overlaps_pairs:
             exchanged = rows_at(stages.layers, ranks.slowest) * ranks.kind.forward["experts"]
-            pipeline = pipeline - pipelines.pairs * self._hidden_in_pair(f, b, exchanged)
+            pipeline = pipeline - pairs * self._hidden_in_pair(f, b, exchanged)
         return pipeline + sum(self._after(pipeline, ranks, layout, shares).values())
 
-    def pipelines(self, layout: Layout) -> Pipelines:
-        """Return what the formula asks of the schedules of many layouts."""
+    def _ask_schedules(self, layout: Layout) -> Numbers:
+        """Return of many layouts the bubble, in times of a rank; the messages that nothing hides; and the forwards of a
+        stage that run as one with a backward, the mean of all stages.
+        """
 
         def facts(schedule: str, pp: int, v: int, m: int) -> tuple[float, float, float]:
             pairs = pairs_by_stage(schedule, pp, m, v) if self.stack.overlaps_pairs else (0,)
@@ -254,7 +220,7 @@ class StepModel(LayerModel):
             return share / (1 - share) * m / (pp - 1), 2 * (pp - 1) + exposed, sum(pairs) / len(pairs)
 
         shapes, which = layout.shapes
-        return Pipelines(*np.array([facts(*shape) for shape in shapes])[which].T)
+        return np.array([facts(*shape) for shape in shapes])[which].T
 
     # ---- ranks
 
