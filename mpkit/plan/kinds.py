@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import operator
+import re
+import tomllib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from math import isfinite
+from functools import lru_cache
+from math import inf, isfinite
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpkit.plan import synonyms
@@ -22,7 +26,10 @@ __all__ = [
     "Change",
     "Parts",
     "every",
+    "parts_of",
     "real",
+    "rejection_of",
+    "tables",
     "whole",
 ]
 
@@ -43,12 +50,12 @@ class Kind(NamedTuple):
 
     Attributes:
         read: return the value, as Python's own type; None if the field does not take it.
-        says: of the field's name and a wrong value: what it takes, and a change that works.
+        works: a value that it takes; of words, all of them.
         optional: whether None is a value too.
     """
 
     read: Callable[[Any], Any]
-    says: Callable[[str, Any], Parts]
+    works: Any = None
     optional: bool = False
 
 
@@ -80,15 +87,7 @@ def every(recompute: str) -> int:
 
 
 def _degree(works: int, optional: bool = False) -> Kind:
-    def says(name: str, value: Any) -> Parts:
-        if (whole(value) or 0) > MOST:
-            return (
-                f"that is more than any machine has. {name} is at most {MOST:,}, such as in ",
-                {name: works},
-            )
-        return (f"{name} is a whole number, 1 or more, such as in ", {name: works})
-
-    return Kind(lambda value: _between(value, 1, MOST), says, optional)
+    return Kind(lambda value: _between(value, 1, MOST), works, optional)
 
 
 def _between(value: Any, least: int, most: float) -> int | None:
@@ -96,17 +95,51 @@ def _between(value: Any, least: int, most: float) -> int | None:
     return number if number is not None and least <= number <= most else None
 
 
-def _choice(*choices: str, words: str = "") -> Kind:
-    """Take one of some words; a wrong one is answered with the nearest, or with what another library's word means."""
+def _choice(*choices: str) -> Kind:
+    return Kind(lambda value: value if isinstance(value, str) and value in choices else None, choices)
 
-    def says(name: str, value: Any) -> Parts:
-        word = str(value).lower()
-        change, known = _meant_field(name, word)
-        change = change or {name: (get_close_matches(word, choices, 1, 0.3) or [choices[0]])[0]}
-        one_of = words or f"{name} is one of {', '.join(map(repr, choices))}."
-        return (f"{one_of} {known}Did you mean ", change)
 
-    return Kind(lambda value: value if isinstance(value, str) and value in choices else None, says)
+@lru_cache(1)
+def tables() -> dict[str, Any]:
+    """Return the tables of rules.toml."""
+    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text("utf-8"))
+
+
+def parts_of(says: str, known: Mapping[str, Any]) -> Parts:
+    """Return a sentence with what is known in its braces, and its changes.
+
+    >>> parts_of("{p} and <zero=p + 1>", {"p": 2})
+    ('2 and ', {'zero': 3})
+    """
+    parts = (
+        eval(f"dict({part})", {**known}) if number % 2 else part.format_map(known)
+        for number, part in enumerate(re.split("<(.*?)>", says))
+    )
+    return tuple(part for part in parts if part)
+
+
+def rejection_of(name: str, value: Any) -> Parts:
+    """Return why a field does not take a value: a sentence of rules.toml, with the nearest plan that works.
+
+    >>> rejection_of("pp", 0)
+    ('Plan(pp=0): pp is a whole number, 1 or more, such as in ', {'pp': 4})
+    """
+    kind, word, sentences = KINDS[name], str(value).lower(), tables()["kinds"]
+    change, said = _meant_field(name, word)
+    known = {"name": name, "value": value, "MOST": MOST, "works": kind.works, "said": said, "change": change}
+    is_word = isinstance(kind.works, tuple)
+    if name == "zero" and change:
+        says = sentences["zero_elsewhere"]
+    elif is_word:
+        known["change"] = change or {name: (get_close_matches(word, kind.works, 1, 0.3) or kind.works)[0]}
+        if name == "recompute" and (whole(value) or word.startswith("every")):
+            known["change"] = {name: f"every={max(whole(value) or 2, 1)}"}
+        known["one_of"] = f"{name} is one of {', '.join(map(repr, kind.works))}."
+        says = sentences.get(name, sentences["word"])
+    else:
+        usual = "too_many" if (whole(value) or 0) > MOST else "degree"
+        says = sentences.get(name, sentences[usual])
+    return parts_of("Plan({name}={value!r}): " + says, known)
 
 
 def _meant_field(name: str, word: str) -> tuple[Change, str]:
@@ -126,37 +159,9 @@ def _read_recompute(value: Any) -> str | None:
     return f"every={every(value)}" if value.startswith("every=") and every(value) else None
 
 
-def _says_recompute(name: str, value: Any) -> Parts:
-    near = (get_close_matches(str(value), RECOMPUTE, 1, 0.3) or ["full"])[0]
-    if whole(value) or str(value).lower().startswith("every"):
-        near = f"every={max(whole(value) or 2, 1)}"
-    return (
-        f"recompute is one of {', '.join(map(repr, RECOMPUTE))}, or 'every=k': every k-th block, such as 'every=2'. "
-        "Did you mean ", {name: near},
-    )  # fmt: skip
-
-
-def _says_zero(name: str, value: Any) -> Parts:
-    change, known = _meant_field(name, str(value).lower())
-    if change:
-        return (f"zero is the stage of ZeRO, 0 to 3. {known}Such as ", change)
-    return (
-        "ZeRO has the stages 1 (optimizer states sharded), 2 (and gradients) and 3 (and parameters); 0 is plain DDP. "
-        "Such as ", {name: 1},
-    )  # fmt: skip
-
-
 def _read_bucket(value: Any) -> float | None:
     number = real(value)
     return (whole(value) or number) if number is not None and number > 0 and isfinite(number) else None
-
-
-def _says_tensor(name: str, value: Any) -> Parts:
-    what = "a dict" if isinstance(value, Mapping) else "that"
-    return (
-        f"which layers are divided is an mk.tensor.TensorPlan, not {what}, such as mk.tensor.find_tensor_plan(model) "
-        "gives; left out, that is what is taken: ", {name: None},
-    )  # fmt: skip
 
 
 KINDS: dict[str, Kind] = {
@@ -164,37 +169,18 @@ KINDS: dict[str, Kind] = {
     "microbatches": _degree(8),
     "virtual_stages": _degree(1),
     "dp_shard": _degree(4, optional=True),
-    "recompute": Kind(_read_recompute, _says_recompute),
+    "recompute": Kind(_read_recompute, RECOMPUTE),
     "data_parallel": _choice("ddp", "dp"),
     "offload": _choice("none", "optimizer", "params"),
     "precision": _choice("full", "bf16", "fp16"),
     "unused": _choice("error", "allow"),
     "batchnorm": _choice("sync", "local"),
-    "zero": Kind(lambda value: _between(value, 0, 3), _says_zero),
-    "prefetch": Kind(
-        lambda value: _between(value, 0, float("inf")),
-        lambda name, value: ("how many layers ahead ZeRO-3 gathers, a whole number, 0 or more: ", {name: 1}),
-    ),
-    "bucket_mb": Kind(
-        _read_bucket,
-        lambda name, value: (
-            "the size of a bucket of gradients in MiB, a number above 0, such as ", {name: 10}
-        ),
-    ),
-    "cp_order": _choice(
-        *ORDERS,
-        words="a rank's part of a sequence is 'contiguous', or in two pieces, 'zigzag', so that causal attention is as "
-        "much work for each.",
-    ),
-    "cp_method": _choice(
-        *METHODS,
-        words="attention over a divided sequence passes keys and values around, 'ring', or divides the heads "
-        "meanwhile, 'ulysses'.",
-    ),
-    "sequence_parallel": Kind(
-        lambda value: value if isinstance(value, bool) else None,
-        lambda name, value: ("True, or False: ", {name: True}),
-    ),
-    "tensor": Kind(lambda value: value if isinstance(value, TensorPlan) else None, _says_tensor, optional=True),
-}  # fmt: skip
+    "zero": Kind(lambda value: _between(value, 0, 3)),
+    "prefetch": Kind(lambda value: _between(value, 0, inf)),
+    "bucket_mb": Kind(_read_bucket),
+    "cp_order": _choice(*ORDERS),
+    "cp_method": _choice(*METHODS),
+    "sequence_parallel": Kind(lambda value: value if isinstance(value, bool) else None),
+    "tensor": Kind(lambda value: value if isinstance(value, TensorPlan) else None, optional=True),
+}
 """By field; `schedule`, `cut` and `etp` depend on others."""

@@ -7,24 +7,21 @@ plan that a message shows works.
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-from mpkit.plan.kinds import KINDS, MOST, Change, Parts, whole
+from mpkit.plan.kinds import KINDS, MOST, Change, Parts, parts_of, rejection_of, tables, whole
 from mpkit.plan.schedule import Schedule, validate
 from mpkit.plan.schedule.catalogue import ANY, GPIPE, SCHEDULES
 from mpkit.plan.schedule.core import as_list
 from mpkit.plan.synonyms import schedules
 
-__all__ = ["call_of", "change_plan", "check_plan", "own_schedule", "parts_of"]
+__all__ = ["call_of", "change_plan", "check_plan", "own_schedule"]
 
 P = TypeVar("P")
 
@@ -50,7 +47,7 @@ def _rejection(plan: Any) -> Parts | None:
     for name, kind in KINDS.items():
         read = kind.read(values[name])
         if read is None and not (values[name] is None and kind.optional):
-            return (f"Plan({name}={values[name]!r}): ", *kind.says(name, values[name]))
+            return rejection_of(name, values[name])
         values[name] = read
     dp, shard = plan.dp, plan.dp_shard
     if shard and dp % shard == 0 and (dp == shard or (shard == 1 and not plan.zero)):
@@ -76,8 +73,7 @@ def _rejection(plan: Any) -> Parts | None:
 
 @lru_cache(1)
 def _rules() -> list[tuple[CodeType, str]]:
-    rows = tomllib.loads(Path(__file__).with_name("rules.toml").read_text("utf-8"))["rules"]
-    return [(compile(when, "<rules.toml>", "eval"), says) for when, says in rows]
+    return [(compile(when, "<rules.toml>", "eval"), says) for when, says in tables()["rules"]]
 
 
 def _names(plan: Any) -> dict[str, Any]:
@@ -89,19 +85,6 @@ def _names(plan: Any) -> dict[str, Any]:
     v = f", virtual_stages={plan.virtual_stages}" if plan.virtual_stages > 1 else ""
     cut = list(plan.cut) if isinstance(plan.cut, Sequence) else plan.cut
     return {"call": call_of(plan), "several": several, "two": two, "among": among, "v": v, "cut": cut}
-
-
-def parts_of(says: str, known: Mapping[str, Any]) -> Parts:
-    """Return a sentence with what is known in its braces, and its changes.
-
-    >>> parts_of("{p} and <zero=p + 1>", {"p": 2})
-    ('2 and ', {'zero': 3})
-    """
-    parts = (
-        eval(f"dict({part})", {**known}) if number % 2 else part.format_map(known)
-        for number, part in enumerate(re.split("<(.*?)>", says))
-    )
-    return tuple(part for part in parts if part)
 
 
 def _that_works(plan: Any, change: Change) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax, shorten, tables
-from mpkit.plan.kinds import whole
-from mpkit.plan.rules import call_of, parts_of
+from mpkit.plan.kinds import parts_of, whole
+from mpkit.plan.rules import call_of
 
 __all__ = ["RANKS", "Fields", "Format", "FormatCode", "FormatKey", "Values", "bool_of", "number_of"]
 
