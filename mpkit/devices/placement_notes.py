@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from mpkit.common.units import memory_share, memory_text
-from mpkit.devices.hardware import Hardware
 
-__all__ = ["TP_INSIDE", "across_nodes", "out_of_memory", "spans_nodes"]
+__all__ = ["TP_INSIDE", "out_of_memory", "spans_nodes"]
 
 GIB = 2**30
 TP_INSIDE = "Tensor parallelism sends four times per layer what nothing hides: keep it inside the node."
-
-
-def across_nodes(groups: Sequence[Sequence[int]], hardware: Hardware) -> str:
-    """Return what to say of groups of tensor parallelism that span nodes; "" if none does.
-
-    >>> from mpkit.devices.catalogue import hardware
-    >>> across_nodes([range(16)], hardware("2x8-h100-ndr")).split(". ")[1]
-    'Here a group of 16 spans 2 nodes of 8 devices.'
-    >>> across_nodes([range(8), range(8, 16)], hardware("2x8-h100-ndr"))
-    ''
-    """
-    return spans_nodes(groups, hardware.node_of, hardware.per_node)
 
 
 def spans_nodes(groups: Sequence[Sequence[int]], node_of: Callable[[int], Hashable], per_node: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.units import seconds
 from mpkit.devices.hardware import Hardware
-from mpkit.devices.placement_notes import across_nodes, out_of_memory
+from mpkit.devices.placement_notes import out_of_memory, spans_nodes
 from mpkit.trace import Trace
 from mpkit.trace.proof import Proof
 
@@ -94,7 +94,8 @@ def placement_notes(timeline: Timeline, hardware: Hardware) -> list[str]:
     """Return a sentence for tensor parallelism across nodes, and one for the rank that its device cannot hold."""
     notes = []
     mesh = timeline.mesh
-    if mesh is not None and mesh.tp > 1 and (words := across_nodes(mesh.groups("tp"), hardware)):
+    groups = mesh.groups("tp") if mesh is not None and mesh.tp > 1 else []
+    if words := spans_nodes(groups, hardware.node_of, hardware.per_node):
         notes.append(words)
     peaks = [sum(held.values()) for held in timeline.memory]
     device, most = hardware.device, max(peaks, default=0)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import DrawnResult
-from mpkit.devices.placement_notes import across_nodes
+from mpkit.devices.placement_notes import spans_nodes
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import long_axes
 
@@ -206,7 +206,8 @@ def place(
     if machine is not None:
         check_enough(machine, mesh.size, "placement")
     held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
-    unwise = across_nodes(mesh.groups("tp"), machine) if machine is not None and mesh.tp > 1 else ""
+    groups = mesh.groups("tp") if mesh.tp > 1 else []
+    unwise = "" if machine is None else spans_nodes(groups, machine.node_of, machine.per_node)
     told = (*notes, *filter(None, (unwise,)))
     return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, told, zero, tuple(shares))
 
