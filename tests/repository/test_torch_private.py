@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mpkit
-from mpkit.common.torch_private import GENERATORS, NAMES, SEEN, current
+from mpkit.common.torch_private import GENERATORS, SEEN, current, places
 from mpkit.errors import MpkitError
 
 PACKAGE = Path(mpkit.__file__).parent
@@ -28,7 +28,7 @@ OF_OTHERS = {
 }  # fmt: skip
 """Private attributes of Python's library, and of transformers."""
 
-LISTED = {name for _, names in NAMES for name in names.split()}
+LISTED = set(places())
 ON_OBJECTS = {
     *GENERATORS,
     "_backward_hooks", "_buffers", "_call_impl", "_cdata", "_check_input_dim", "_conv_forward", "_destroy",
