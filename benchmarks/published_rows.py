@@ -261,11 +261,6 @@ def _torchtitan(row: Row) -> Iterator[Observation]:
     yield Observation(name, model, layout, sequence, _machine(device, gpus, "ndr"), stack, seconds, memory)
 
 
-def _nothing_measured(_row: Row) -> Iterator[Observation]:
-    """Rates of single kernels (see `mpkit.prediction.cost_model.kernels`), or errors of another tool: no step."""
-    return iter(())
-
-
 FORMATS: list[tuple[set[str], Callable[[Row], Iterator[Observation]]]] = [
     ({"layers", "hidden", "heads", "tp", "pp", "mbs", "gbs", "tflops_per_gpu"}, _megatron),
     ({"scheme", "params_B", "model_parallel", "tflops_per_gpu"}, _megatron_zero3),
@@ -274,7 +269,5 @@ FORMATS: list[tuple[set[str], Callable[[Row], Iterator[Observation]]]] = [
     ({"case", "real_ms"}, _simumax),
     ({"release", "system", "precision", "vp", "tok_per_s_per_gpu"}, _bridge),
     ({"fsdp", "local_batch", "tok_per_s_per_gpu"}, _torchtitan),
-    ({"op", "shape", "efficiency"}, _nothing_measured),
-    ({"mem_err_pct", "tflops_err_pct"}, _nothing_measured),
 ]
 """The columns by which a table is known, and how its rows are read."""

@@ -8,15 +8,15 @@ GPT-2 (124 M parameters), 4 samples of 1,024 tokens per GPU, fp32, 200 steps, Py
     DDP  without          131.4 s
 
 Since these cards are not at hand, ranks run it on tensors without content (`mpkit.trace_fake`), and the replay puts it
-on the hardware "2x-titan-rtx-nvlink" and "2x-titan-rtx". Two figures of the machine are fitted to the guide's times
-(`fit`): the share of the peak rate that a card reaches, to DDP with NVLink; the bandwidth without NVLink, to DDP
-without. How much slower DP is than DDP follows from these two and from the work that DP does.
+on the hardware "2x-titan-rtx-nvlink" and "2x-titan-rtx". Two figures of the machine were fitted by bisection, so that
+such a replay takes the guide's times: the share of the peak rate that a card reaches, to DDP with NVLink; then the
+bandwidth without NVLink, to DDP without. How much slower DP is than DDP follows from these two and from the work that
+DP does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mpkit.common.display import data_frame
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware
-from mpkit.devices.catalogue.machines import rows
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan
@@ -39,7 +38,7 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["HFExperiment", "HFRow", "LanguageModel", "fit", "hf_experiment"]
+__all__ = ["HFExperiment", "HFRow", "LanguageModel", "hf_experiment"]
 
 BATCH, LENGTH, GPUS = 4, 1024, 2
 NVLINK, NO_NVLINK = "2x-titan-rtx-nvlink", "2x-titan-rtx"
@@ -105,7 +104,7 @@ class HFRow:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether a figure of the machine was chosen so that this row agrees with the guide (`fit`)."""
+        """Whether a figure of the machine was chosen so that this row agrees with the guide."""
         return self.strategy == "DDP"
 
 
@@ -194,44 +193,3 @@ def play(plan: Plan, machine: Hardware, cluster: Cluster) -> Trace:
         LanguageModel, plan, batch=((tokens, tokens), tokens), loss=mean_loss, optimizer=adamw,
         hardware=machine, cluster=cluster,
     )  # fmt: skip
-
-
-# ---- the fit -------------------------------------------------------------------------------------------------
-
-
-def fit(cluster: Cluster) -> tuple[float, float]:
-    """Fit the two figures of the guide's machine that no source gives, such that DDP takes the published times.
-
-    Returns:
-        The share of a card's published float32 rate that is reached, from DDP with NVLink; and the bytes per second
-        between the cards without NVLink, from DDP without. Both are in the catalogue
-        (`mpkit.devices.catalogue.machines`).
-    """
-    machine, slow = hardware(NVLINK), hardware(NO_NVLINK)
-    peak = (
-        float(next(row for row in rows("devices") if row["device"] == "TITAN RTX")["float32_tflops"]) * 1e12
-    )
-
-    def with_share(share: float) -> Hardware:
-        return replace(machine, device=replace(machine.device, flops={"float32": share * peak}))
-
-    def step_of(share: float) -> float:
-        at = with_share(share)
-        return Timeline.of(play(Plan.ddp(GPUS), at, cluster), at).step_time
-
-    share = _root(step_of, published_seconds("DDP", True), 0.3, 1.0)
-    trace = play(Plan.ddp(GPUS), with_share(share), cluster)
-
-    def step_at(bandwidth: float) -> float:
-        link = replace(slow.link, bandwidth=bandwidth)
-        return Timeline.of(trace, replace(slow, device=with_share(share).device, link=link)).step_time
-
-    return share, _root(step_at, published_seconds("DDP", False), 0.3e9, 12e9)
-
-
-def _root(time: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Find by bisection where a decreasing `time` equals `wanted`, to one part in a thousand."""
-    while high / low > 1.001:
-        middle = float((low * high) ** 0.5)
-        low, high = (middle, high) if time(middle) > wanted else (low, middle)
-    return float((low * high) ** 0.5)

@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.models import next_token_loss
-
-__all__ = ["adamw", "huge_loss", "logits_loss", "sgd"]
+__all__ = ["adamw", "logits_loss", "sgd"]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -30,8 +28,3 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def logits_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Of transformers' models."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
-
-
-def huge_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whose gradients fp16 cannot show once they are scaled."""
-    return next_token_loss(outputs, targets) * 1e6

@@ -208,21 +208,8 @@ def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(clusters:
 # ---------------------------------------------------------------- the words of a plan in a terminal
 
 SAID = (
-    "zero3",
-    "tp2",
-    "cp2",
-    "pp2",
-    "1f1b",
-    "m8",
-    "bf16",
-    "hsdp",
-    "full",
-    "sp",
-    "ep2",
-    "fsdp",
-    "v2",
-    "interleaved_1f1b",
-)
+    "zero3", "tp2", "cp2", "pp2", "1f1b", "m8", "bf16", "hsdp", "full", "sp", "ep2", "fsdp", "v2", "interleaved_1f1b",
+)  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(SAID), max_size=6), st.randoms())

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from mpkit.data import images, spirals, text_batches
 from mpkit.models import GPT, MLP, ConvNet, GPTConfig, balance, chain, next_token_loss
+from mpkit.strategies.models.chain import is_chain
 from mpkit.strategies.models.nested_values import LEAF, flatten, is_opaque, rebuild
-from tests.ingredients import Backwards
+from tests.ingredients import Backwards, Doubling
 
 # ---- Models are chains; chains are cut where it is best.
 
@@ -60,6 +61,12 @@ def test_a_chain_is_a_sequential_that_goes_through_its_layers() -> None:
         chain(Backwards(nn.ReLU()))
     with pytest.raises(ValueError, match="without layers"):
         chain(nn.Sequential(nn.Sequential()))
+    handle = model.register_forward_hook(lambda module, inputs, output: None)
+    assert not is_chain(model) and not is_chain(Doubling(nn.ReLU()))
+    handle.remove()
+    assert is_chain(model)
+    model.forward = lambda x: relu(x)  # the forward of this very object
+    assert not is_chain(model)
 
 
 def test_the_kits_models_are_chains_and_learn() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.flexflow.soap_operator import Box
-from examples.flexflow.soap_svg import soap_svg
 from examples.flexflow.soap_text import soap_text
-from mpkit.common.display import DrawnResult, data_frame, write_text
+from mpkit.common.display import data_frame
 from mpkit.trace import Kind, Lane, Trace
 
 if TYPE_CHECKING:
@@ -70,8 +68,8 @@ class Way:
 
 
 @dataclass(frozen=True, repr=False)
-class Soap(DrawnResult):
-    """A layer and all ways to split it; a notebook shows its picture.
+class Soap:
+    """A layer and all ways to split it.
 
     Attributes:
         layer: the layer as torch prints it.
@@ -86,7 +84,6 @@ class Soap(DrawnResult):
     shapes: dict[str, tuple[int, ...]]
     ways: list[Way]
     trace: Trace
-    _wraps = False
 
     def __getitem__(self, name: str) -> Way:
         """Return the way with this name."""
@@ -101,10 +98,6 @@ class Soap(DrawnResult):
         """Return a row per exchange: way, phase, kind, what, payload (bytes), times."""
         rows = [{"way": way.name, **vars(sent)} for way in self.ways for sent in way.sent]
         return data_frame(rows, columns=["way", "phase", "kind", "what", "payload", "times"])
-
-    def to_svg(self, path: str | Path | None = None) -> str:
-        """Return the picture as a standalone SVG document; write it to `path` as well if that is given."""
-        return write_text(soap_svg(self), path)
 
     def __str__(self) -> str:
         return soap_text(self)

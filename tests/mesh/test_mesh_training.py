@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
@@ -62,16 +55,6 @@ def llama(key_heads: int = 3) -> nn.Module:
         LlamaConfig(
             vocab_size=33, hidden_size=24, intermediate_size=29, num_hidden_layers=3, num_attention_heads=6,
             num_key_value_heads=key_heads, max_position_embeddings=16,
-        )
-    )  # fmt: skip
-
-
-def bert() -> nn.Module:
-    """With layer norms after, and a head of its own."""
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=33, hidden_size=12, intermediate_size=17, num_hidden_layers=3, num_attention_heads=3,
-            max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
         )
     )  # fmt: skip
 

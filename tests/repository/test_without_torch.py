@@ -27,21 +27,7 @@ NEEDS_NO_TORCH = (
     "prediction/experts",
     *(
         f"views/{each}"
-        for each in (
-            "browser",
-            "drawing",
-            "experts",
-            "memory",
-            "gpu",
-            "timeline",
-            "page",
-            "traffic",
-            "placement",
-            "comparison",
-            "dashboard",
-            "soap",
-            "checkup",
-        )
+        for each in ["browser", "drawing", "memory", "timeline", "page", "placement", "dashboard"]
     ),
 )
 """Folders whose modules all import without torch; so do the modules at the top of `trace`, `devices` and `views`."""

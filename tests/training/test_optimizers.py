@@ -64,20 +64,6 @@ class Noise(SGD):
             p.add_(torch.randn_like(p), alpha=0.01)
 
 
-class Counts(SGD):
-    """The rate falls with a count that is in no state."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.count = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.count
-        super().step()
-
-
 class MuonAndAdamW(Optimizer):
     """Matrices by Muon, the rest by AdamW."""
 
@@ -126,11 +112,8 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
 }  # fmt: skip
 
 
-def prepared(
-    optimizer: Any, plan: mk.Plan, model: nn.Module | None = None, data: Any = DATA, **how: Any
-) -> None:
-    how = {"loss": F.mse_loss, "steps": 2, "ranks": plan.ranks} | how
-    prepare(net() if model is None else model, data, plan, optimizer=optimizer, **how)
+def prepared(optimizer: Any, plan: mk.Plan) -> None:
+    prepare(net(), DATA, plan, optimizer=optimizer, loss=F.mse_loss, steps=2, ranks=plan.ranks)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -158,15 +141,6 @@ def test_what_looks_beyond_its_part_is_stopped_in_step_1(train: Any, optimizer: 
         train(net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=makes, steps=2)
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Embedding(4, 4, sparse=True)))
-    data = [(torch.arange(4), torch.zeros(4, 4))]
-    with pytest.raises(
-        ValueError, match=r"The model's 1\.0 makes sparse.*get_submodule\('1\.0'\)\.sparse = False"
-    ):
-        prepared(sgd, PLANS["serial"], model, data)
-
-
 def test_a_hook_on_all_optimizers() -> None:
     handle = register_optimizer_step_pre_hook(lambda *_: None)
     try:
@@ -177,65 +151,7 @@ def test_a_hook_on_all_optimizers() -> None:
     prepared(sgd, PLANS["serial"])
 
 
-def test_counts_that_no_checkpoint_has(tmp_path: Any) -> None:
-    how = {"checkpoint_every": 1, "checkpoint_dir": tmp_path}
-    prepared(AdamW, PLANS["ddp"], **how)
-    with pytest.raises(
-        ValueError, match=r"Counts changes param_groups\[0\]\['lr'\], count from step to step"
-    ):
-        prepared(Counts, PLANS["ddp"], **how)
-
-
 # ---- Parameter groups by anything that a function can look at: as in a plain loop, or rejected by name.
-
-WIDTH = 6
-
-
-class Gain(nn.Parameter):
-    """A parameter of a class of its own."""
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = Gain(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
-
-
-def grouped_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = (
-        nn.Linear(WIDTH, WIDTH),
-        nn.Tanh(),
-        Scale(),
-        nn.Linear(WIDTH, WIDTH),
-        nn.Tanh(),
-        nn.Linear(WIDTH, WIDTH),
-    )
-    model = nn.Sequential(*layers).double()
-    for module in model:
-        for parameter in module.parameters():
-            parameter.depth = 1 if module is model[0] else 2  # type: ignore[attr-defined]
-    model[3].weight.no_decay = True
-    return model
-
-
-def grouped(chosen: set[nn.Parameter]) -> Callable[[Any], Optimizer]:
-    """Group by marks, a class, the parameters themselves, and shape."""
-
-    def group(p: nn.Parameter) -> dict[str, float]:
-        return {
-            "lr": 0.1 * p.depth * (2 if p in chosen else 1) * (3 if isinstance(p, Gain) else 1),  # type: ignore[attr-defined]
-            "weight_decay": 0.0 if hasattr(p, "no_decay") else 0.3,
-            "momentum": 0.9 if p.ndim > 1 else 0.0,
-        }
-
-    return lambda parameters: SGD([{"params": [p], **group(p)} for p in parameters], lr=1.0)
-
-
-GROUPED_DATA = torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def by_number(model: nn.Module) -> Callable[[Any], Optimizer]:
@@ -250,14 +166,7 @@ def by_value(model: nn.Module) -> Callable[[Any], Optimizer]:
 @pytest.mark.parametrize("function", [by_number, by_value])
 @pytest.mark.parametrize("plan", [mk.Plan.zero(3, 2)], ids=str)
 def test_what_a_rank_cannot_see_is_refused(function: Any, plan: mk.Plan) -> None:
-    model = grouped_net()
+    model = net()
+    how: dict[str, Any] = {"ranks": plan.ranks, "loss": F.mse_loss, "optimizer": function(model), "steps": 1}
     with pytest.raises(ValueError, match=r"0\.weight has .* in a loop with .* on a rank.*by_name"):
-        prepare(
-            model,
-            [tuple(GROUPED_DATA)],
-            plan,
-            ranks=plan.ranks,
-            loss=F.mse_loss,
-            optimizer=function(model),
-            steps=1,
-        )
+        prepare(model, DATA, plan, **how)

@@ -172,13 +172,13 @@ def _core() -> Device:
 def _titan_rtx() -> Device:
     """Return the card of the Hugging Face guide's DP and DDP experiment.
 
-    `examples.hugging_face.fit` fits its rate in float32 to the guide's DDP run with NVLink, which it plays on tensors
+    Its rate in float32 is fitted to the guide's DDP run with NVLink, as `examples/hugging_face.py` plays it on tensors
     without content; the guide's DP run was not used.
     """
     card = _gpu("TITAN RTX", "")
     peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
     flops = (
-        "fitted by examples.hugging_face.fit to the guide's DDP with NVLink, 510 ms per step: 0.504 of the published "
+        "fitted by examples/hugging_face.py to the guide's DDP with NVLink, 510 ms per step: 0.504 of the published "
         f"{peak / 1e12:g} TFLOP/s (float32); {card.sources['flops']} (float16)"
     )
     rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
