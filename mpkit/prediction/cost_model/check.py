@@ -1,6 +1,6 @@
 """What cannot be: a plan that does not divide this model, or needs more devices than the machine has.
 
-What may be changed of a plan so that it fits, and what the categories of memory mean.
+What may be changed of a plan so that it fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = [
-    "MEANING", "can_divide_experts", "can_divide_heads", "changes", "check_length", "check_plan", "checked_layout",
+    "can_divide_experts", "can_divide_heads", "changes", "check_length", "check_plan", "checked_layout",
 ]  # fmt: skip
 
 UNPRICED = {
@@ -177,17 +177,6 @@ def _short(hardware: Hardware) -> str:
 
 
 # ---- where a plan does not fit
-
-MEANING = {
-    "params": "the weights that a rank computes with",
-    "grads": "the gradients",
-    "optimizer": "the optimizer's states and master weights",
-    "activations": "what forwards keep for their backwards",
-    "logits": "the logits, their copy in 32 bits and its gradient",
-    "gathered": "the whole layers that ZeRO-3 gathers",
-    "buffers": "what the framework and libraries keep",
-    "context": "the CUDA context and NCCL",
-}
 
 
 def changes(plan: Plan, microbatch: int, half: str = "bf16") -> list[tuple[str, dict[str, Any]]]:

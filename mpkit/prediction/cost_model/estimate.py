@@ -26,10 +26,10 @@ from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import real
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
-from mpkit.prediction.cost_model.check import MEANING, changes, check_plan, checked_layout
+from mpkit.prediction.cost_model.check import changes, check_plan, checked_layout
 from mpkit.prediction.cost_model.layer import peak_of
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD
+from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, MEANING
 from mpkit.prediction.cost_model.preset import FEW, Observation, Preset, preset_for, presets
 from mpkit.prediction.cost_model.stack import Stack, stack_for
 from mpkit.prediction.cost_model.step import StepTime

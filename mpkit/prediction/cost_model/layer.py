@@ -391,11 +391,10 @@ def _measured_shapes() -> dict[str, dict[str, list[tuple[float, float, float, fl
 
 
 @cache
-def _share(device: str, layout: str, m: float, k: float, n: float) -> float:
-    at = log(m), log(k), log(n)
+def _share(device: str, layout: str, *sizes: float) -> float:
     near = sorted(
-        (abs(at[0] - m) + abs(at[1] - k) + abs(at[2] - n), share)
-        for m, k, n, share in _measured_shapes()[device][layout]
+        (sum(abs(log(size) - own) for size, own in zip(sizes, shape, strict=True)), share)
+        for *shape, share in _measured_shapes()[device][layout]
     )
     same = [share for distance, share in near if distance < 1e-9]
     if same:

@@ -34,25 +34,17 @@ class Layout:
     """How the work of a step is divided: one layout, or many at once, each field then an array or what all have.
 
     Attributes:
-        pp, dp, cp, tp: the degrees of the mesh; tp is innermost, pp outermost.
-        ep: the ranks, out of dp x cp, among which the experts of a layer are divided.
+        pp, dp, cp, tp, ep, zero, microbatches, virtual_stages, schedule, sequence_parallel, offload, cp_method,
+        cp_order, prefetch: as in a Plan; tp is innermost, pp outermost.
         etp: the ranks along tp that share each expert: 1 if each has whole ones; 0: all of them.
         alike: whether the ranks along tp hold the same whole experts, instead of being among those that ep counts.
-        zero: the stage of ZeRO.
         microbatch: samples per micro-batch and replica.
-        microbatches: micro-batches per step and replica, m.
-        virtual_stages: stages per rank, v.
-        schedule: the pipeline's schedule, or its name.
-        recompute: "none", "selective" (attention), "products" (everything but half of the products and the attention),
-            "full", or "every=k".
-        sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
-        offload: "none", "optimizer" or "params".
+        recompute: as in a Plan, or "products": everything but half of the products and the attention.
         cut: the layers of each stage; (): equal numbers, or by weight.
         head: where stages are cut by weight, as nanotron cuts them: as how many layers the head counts; 0: equal
             numbers.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
-        cp_method, cp_order, prefetch: as in a Plan.
         load: the rows of the busiest of the ranks that divide experts, divided by the mean.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
@@ -245,6 +237,11 @@ class Layout:
 
 
 _NAMES = tuple(field.name for field in fields(Layout))
+ALIKE = (
+    "pp", "dp", "cp", "tp", "ep", "zero", "microbatches", "virtual_stages", "schedule", "recompute",
+    "sequence_parallel", "offload", "cp_method", "prefetch",
+)  # fmt: skip
+"""The fields that are those of a Plan, by name."""
 
 
 @cache
@@ -279,26 +276,20 @@ def layout_of(
             f"microbatches={plan.microbatches} = {parts} micro-batches: global_batch={near} does"
         )
     return Layout(
-        pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, zero=plan.zero, microbatch=global_batch // parts,
-        microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
-        recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
-        trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
-        cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
+        **{name: getattr(plan, name) for name in ALIKE}, microbatch=global_batch // parts, trainable=trainable,
+        cp_order=plan.cp_order, sharded=plan.shards if plan.dp_shard else 0, load=load,
         etp=1 if plan.ep > 1 and plan.etp in (None, 1) else 0,
         alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
-        load=load,
     )  # fmt: skip
 
 
 def plan_of(layout: Layout) -> Plan:
     """Return the plan of a layout, in 16 bits."""
     return Plan(
-        pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
-        microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
-        dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
+        **{name: getattr(layout, name) for name in ALIKE}, precision="bf16",
+        dp_shard=layout.sharded // layout.cp or None,
         etp=layout.expert_tp if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
-        cp_order=layout.cp_order if layout.ring > 1 else CONTIGUOUS, prefetch=layout.prefetch,
+        cp_order=layout.cp_order if layout.ring > 1 else CONTIGUOUS,
     )  # fmt: skip
 
 

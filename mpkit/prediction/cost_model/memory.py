@@ -31,9 +31,28 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout, Shares, Stages, shares_of, stages_of
 from mpkit.prediction.cost_model.stack import Stack, workspaces
 
-__all__ = ["CATEGORIES", "FRAGMENTATION", "MARGIN_WORD", "LayoutMemory", "MemoryModel", "kept_bytes"]
+__all__ = [
+    "CATEGORIES",
+    "FRAGMENTATION",
+    "MARGIN_WORD",
+    "MEANING",
+    "LayoutMemory",
+    "MemoryModel",
+    "kept_bytes",
+]
 
-CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
+MEANING = {
+    "params": "the weights that a rank computes with",
+    "grads": "the gradients",
+    "optimizer": "the optimizer's states and master weights",
+    "activations": "what forwards keep for their backwards",
+    "logits": "the logits, their copy in 32 bits and its gradient",
+    "gathered": "the whole layers that ZeRO-3 gathers",
+    "buffers": "what the framework and libraries keep",
+    "context": "the CUDA context and NCCL",
+}
+"""What the categories mean."""
+CATEGORIES = tuple(MEANING)
 
 FRAGMENTATION, MARGIN_WORD = 0.05, "fragmentation"
 """The share of the peak that an allocator reserves beside it, and what it is called."""

@@ -124,8 +124,7 @@ STAGES = 16
 
 def memory_panel(estimate: Estimate) -> Panel:
     """Return the panel of an estimate's memory: a bar for a rank of each stage, with the margin of an allocator."""
-    from mpkit.prediction.cost_model.check import MEANING
-    from mpkit.prediction.cost_model.memory import CATEGORIES, MARGIN_WORD
+    from mpkit.prediction.cost_model.memory import CATEGORIES, MARGIN_WORD, MEANING
 
     stages, per_stage = estimate.stage_memory, estimate.layout.ranks // estimate.layout.pp
     fullest, room = estimate.memory[estimate.fullest], estimate.available
