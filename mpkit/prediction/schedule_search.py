@@ -10,7 +10,7 @@ Nothing is run. With the times of a run (`timeline.stage_times()`), the result i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product
 from math import inf
@@ -21,7 +21,6 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.kinds import every
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.plan.schedule.action import live
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy, span
 from mpkit.plan.schedule.schedules import naive
@@ -86,8 +85,8 @@ class FoundSchedule:
 @public
 def search_schedule(
     plan: Plan, forward: Times = 1.0, input_grad: Times = 1.0, weight_grad: Times = 1.0, hop: float = 0.0, *,
-    backward: Times | None = None, max_live: float | Sequence[float] | None = None,
-    activation: float | Sequence[float] = 1.0, seed: int = 0, effort: int = 400_000,
+    backward: Times | None = None, max_live: float | Sequence[float] | None = None, seed: int = 0,
+    effort: int = 400_000,
 ) -> FoundSchedule:  # fmt: skip
     """Search for the shortest order of F, I and W; the result is never longer than a named schedule that fits.
 
@@ -96,7 +95,6 @@ def search_schedule(
         forward, input_grad, weight_grad, hop, backward: seconds, as in `simulate`; for a run's times, pass
             `**run.timeline().stage_times()`.
         max_live: the most activations that a rank may hold at once, one number or one per rank; None: no limit.
-        activation: how much of that unit a stage holds per micro-batch, one number or one per stage.
         seed: the seed of the random policies; the same seed finds the same schedule.
         effort: the number of actions simulated in all, which bounds the time taken (400,000: about 2 s).
 
@@ -114,56 +112,62 @@ def search_schedule(
     Named: naive 45
     Too large: gpipe 5, 1f1b 3, zb_h1 3, zb_h2 5
     """
-    costs = _costs(plan, forward, input_grad, weight_grad, hop, max_live, activation)
-    length = _length(plan, costs, backward)
+    given: object = plan
+    if not isinstance(given, Plan) or given.dp > 1:
+        raise ValueError(
+            f"search_schedule({plan!r}): the order of a pipeline's actions is searched: give a Plan with stages and "
+            'micro-batches, such as Plan.pipeline("1f1b", 4, 8)'
+        )
+    f, i, w = (
+        by_stage(name, value, plan.stages)
+        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
+    )
+    caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
+    costs = ActionCosts(f, i, w, time_of("hop", hop), caps)
+    slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
+    k = every(plan.recompute)
+    again = [time / k for time in f] if k else []  # by stage, the seconds of a forward before its backward
 
     def score(name: str, schedule: Schedule) -> _ScoredSchedule:
-        return _ScoredSchedule(length(schedule), max(schedule.peak_live), name, schedule)
+        seconds = span(schedule, slots, costs.hop, again)
+        return _ScoredSchedule(seconds, max(schedule.peak_live), name == SEARCHED, name, schedule)
 
     # ---- known
-    known, too_large = _known_schedules(plan, costs)
-    placements = _placements(plan, known, costs)
-    at_least = min(_at_least(placement, plan, costs) for placement in placements)
+    known, too_large = _known_schedules(plan, caps)
+    placements = _placements(plan, known, caps)
+    at_least = min(_at_least(placement, plan, costs, again) for placement in placements)
     candidates = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
     named_times = {one.name: one.seconds for one in candidates}
     tries = max(1, effort // (3 * plan.stages * plan.microbatches))
     # ---- greedy
-    for placement, policy in islice(_policies(placements, costs, Random(seed)), tries):
+    for placement, policy in islice(_policies(placements, caps, Random(seed)), tries):
         if candidates and min(candidates, key=_order).seconds <= at_least:
             break
-        made = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
-        candidates.append(score("searched", made))
+        made = Schedule(greedy(placement, plan.microbatches, costs, policy), SEARCHED, placement)
+        candidates.append(score(SEARCHED, made))
     shortest = min(candidates, key=_order)
-    best, caps = _plan_of(shortest, plan), list(costs.max_live)
+    best = _plan_of(shortest, plan)
     timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
     return FoundSchedule(best, timeline, shortest.seconds, named_times, too_large, caps, at_least)
 
 
+SEARCHED = "searched"
+"""The name of a schedule that was found."""
+
+
 class _ScoredSchedule(NamedTuple):
-    """A schedule and its scores: the length of a step, and the most that any rank holds."""
+    """A schedule and its scores: the length of a step, the most that any rank holds, and whether it has no name."""
 
     seconds: float
     peak: float
+    searched: bool
     name: str
     schedule: Schedule
 
 
-def _length(plan: Plan, costs: ActionCosts, backward: Times | None) -> Callable[[Schedule], float]:
-    """Return a function that computes how many seconds a step of a schedule takes."""
-    slots = {"F": costs.f, "I": costs.i, "W": costs.w, "B": whole_backward(backward, costs.i, costs.w)}
-    again = _recompute_times(plan, costs)
-    return lambda schedule: span(schedule, slots, costs.hop, again)
-
-
-def _recompute_times(plan: Plan, costs: ActionCosts) -> Sequence[float]:
-    """Return, by stage, the seconds of recomputing a forward before its backward; empty without recomputation."""
-    k = every(plan.recompute)
-    return [time / k for time in costs.f] if k else ()
-
-
 def _order(one: _ScoredSchedule) -> tuple[float, float, bool]:
     """Sort key: the shortest first; of equally short ones the one that holds least; of these a named one."""
-    return one.seconds, one.peak, one.name == "searched"
+    return one.seconds, one.peak, one.searched
 
 
 def _plan_of(best: _ScoredSchedule, plan: Plan) -> Plan:
@@ -176,32 +180,9 @@ def _plan_of(best: _ScoredSchedule, plan: Plan) -> Plan:
     )
 
 
-def _costs(
-    plan: Plan, forward: Times, input_grad: Times, weight_grad: Times, hop: float,
-    max_live: float | Sequence[float] | None, activation: float | Sequence[float],
-) -> ActionCosts:  # fmt: skip
-    """Check the arguments and return them as `ActionCosts`."""
-    given: object = plan
-    if not isinstance(given, Plan) or given.dp > 1:
-        raise ValueError(
-            f"search_schedule({plan!r}): the order of a pipeline's actions is searched: give a Plan with stages and "
-            'micro-batches, such as Plan.pipeline("1f1b", 4, 8)'
-        )
-    stages = plan.stages
-    f, i, w = (
-        by_stage(name, value, stages)
-        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
-    )
-    caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
-    sizes = each("activation", activation, stages, "stage")
-    return ActionCosts(f, i, w, time_of("hop", hop), sizes, caps)
-
-
-def _known_schedules(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule], dict[str, float]]:
+def _known_schedules(plan: Plan, caps: Sequence[float]) -> tuple[dict[str, Schedule], dict[str, float]]:
     """Return the fitting schedules (the plan's and the named ones), and the peaks of those that do not fit."""
     p, m, v = plan.pp, plan.microbatches, plan.stages // plan.pp
-    fitting: dict[str, Schedule] = {}
-    too_large: dict[str, float] = {}
     candidates = {} if isinstance(plan.schedule, str) else {plan.schedule.name: plan.schedule}
     if plan.stages == p * v:
         one_stage = naive(1, m)  # what `build` returns for one stage, whatever schedule is named
@@ -210,40 +191,36 @@ def _known_schedules(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule
             for name, entry in SCHEDULES.items()
             if entry.can_have(v)
         }
-    for name, schedule in candidates.items():
-        peaks = [max(live(row, costs.activation), default=0.0) for row in schedule.rows]
-        if all(peak <= cap for peak, cap in zip(peaks, costs.max_live, strict=True)):
-            fitting[name] = schedule
-        else:
-            too_large[name] = max(peaks)
-    return fitting, too_large
+    fits = {
+        name: all(peak <= cap for peak, cap in zip(schedule.peak_live, caps, strict=True))
+        for name, schedule in candidates.items()
+    }
+    too_large = {name: float(max(candidates[name].peak_live)) for name, fit in fits.items() if not fit}
+    return {name: candidates[name] for name, fit in fits.items() if fit}, too_large
 
 
-def _placements(plan: Plan, known: dict[str, Schedule], costs: ActionCosts) -> list[tuple[int, ...]]:
-    """Return the possible assignments of stages to ranks.
+def _placements(plan: Plan, known: Mapping[str, Schedule], caps: Sequence[float]) -> list[tuple[int, ...]]:
+    """Return the possible assignments of stages to ranks: those of the plan and of the fitting schedules.
 
-    They are those of the plan and of the fitting schedules whose ranks can hold one micro-batch of each
-    of their stages.
+    Raises:
+        ValueError: in each of them a rank cannot hold one micro-batch of each of its stages.
     """
-    reasons: dict[tuple[int, ...], str] = {}
-    for schedule in (plan.build(), *known.values()):
-        holders = schedule.stage_to_rank
-        for rank, cap in enumerate(costs.max_live):
-            least = sum(costs.activation[stage] for stage in schedule.stages_of(rank))
-            if least > cap:
-                reasons.setdefault(holders, f"rank {rank} has {len(schedule.stages_of(rank))} of the stages, and a "
-                                 f"micro-batch's activations of these are {least:g}")  # fmt: skip
-        reasons.setdefault(holders, "")
-    if all(reasons.values()):
-        why = next(iter(reasons.values()))
-        least = max(
-            sum(costs.activation[stage] for stage in plan.build().stages_of(rank)) for rank in range(plan.pp)
+    placements = list(dict.fromkeys(each.stage_to_rank for each in (plan.build(), *known.values())))
+    possible = [
+        placement for placement in placements
+        if all(placement.count(rank) <= cap for rank, cap in enumerate(caps))
+    ]  # fmt: skip
+    if not possible:
+        counts = [placements[0].count(rank) for rank in range(plan.pp)]
+        rank = next(rank for rank, cap in enumerate(caps) if counts[rank] > cap)
+        raise ValueError(
+            f"max_live={max(caps):g}: rank {rank} has {counts[rank]} of the stages, and holds as many activations of "
+            f"one micro-batch. It takes max_live={max(counts)} at least"
         )
-        raise ValueError(f"max_live={max(costs.max_live):g}: {why}. It takes max_live={least:g} at least")
-    return [holders for holders, why in reasons.items() if not why]
+    return possible
 
 
-def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts) -> float:
+def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts, again: Sequence[float]) -> float:
     """Return a lower bound on any order's length.
 
     A rank does all of its work after the first forward that it waits for, and a micro-batch passes all stages down and
@@ -251,7 +228,7 @@ def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts) -> float
     """
     hops = [costs.hop * (a != b) for a, b in pairwise(holders)]
     heads = list(accumulate((f + hop for f, hop in zip(costs.f, [*hops, 0.0], strict=True)), initial=0.0))
-    redone = _recompute_times(plan, costs) or [0.0] * len(holders)
+    redone = again or [0.0] * len(holders)
     work = [plan.microbatches * sum(each) for each in zip(costs.f, costs.i, costs.w, redone, strict=True)]
     ranks = range(max(holders) + 1)
     busy = max(
@@ -263,22 +240,19 @@ def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts) -> float
 
 
 def _policies(
-    placements: Sequence[tuple[int, ...]], costs: ActionCosts, random: Random
+    placements: Sequence[tuple[int, ...]], caps: Sequence[float], random: Random
 ) -> Iterator[tuple[tuple[int, ...], Policy]]:
     """Yield all combinations of simple policies first, then random ones without end."""
-    ranks = range(len(costs.max_live))
+    ranks = range(len(caps))
     leads = [[0.0 for _ in ranks], [float(rank) for rank in ranks], [inf for _ in ranks]]
     forwards, first, patience = ("deep", "turns", "shallow"), ("I", "turns", "F"), (0.0, 1.0, 0.5)
     for placement, patient, lead, one, order in product(placements, patience, leads, first, forwards):
         if order == "deep" or len(placement) > len(ranks):  # with one stage per rank all orders are the same
-            yield placement, Policy(order, one, lead, patient, costs.max_live)
+            yield placement, Policy(order, one, lead, patient, caps)
     while True:
         placement = random.choice(placements)
         lead = random.choice([*leads, [float(random.randint(0, 2 * len(ranks))) for _ in ranks]])
-        most = 2 * len(placement)  # in micro-batches of the smallest stage; no schedule needs more
-        limit = [min(cap, min(costs.activation) * random.randint(len(placement) // len(ranks), most))
-                 for cap in costs.max_live]  # fmt: skip
-        yield (
-            placement,
-            Policy(random.choice(forwards), random.choice(first), lead, random.choice(patience), limit),
-        )
+        least, most = len(placement) // len(ranks), 2 * len(placement)  # no schedule needs more
+        limit = [min(cap, random.randint(least, most)) for cap in caps]
+        policy = Policy(random.choice(forwards), random.choice(first), lead, random.choice(patience), limit)
+        yield placement, policy

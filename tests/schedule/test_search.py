@@ -26,7 +26,7 @@ UNEVEN: dict[str, Any] = {
 
 def test_it_finds_zb_h1s_length_by_itself() -> None:
     """Of equal stages under 1F1B's memory, 27: that no order is shorter, the bound says."""
-    costs = ActionCosts([1] * 4, [1] * 4, [1] * 4, 0, [1] * 4, [4] * 4)
+    costs = ActionCosts([1] * 4, [1] * 4, [1] * 4, 0, [4] * 4)
     rows = greedy(range(4), 8, costs, Policy("deep", "turns", range(4), 0, [4] * 4))
     schedule = Schedule(rows).validate(max_live=4)
     assert span(schedule, {"F": costs.f, "I": costs.i, "W": costs.w}, 0) == 27
@@ -99,7 +99,6 @@ def test_the_same_seed_finds_the_same() -> None:
         (mk.Plan.ddp(2), {}, "the order of a pipeline's actions is searched"),
         (mk.Plan.pipeline("zbv", 2, 4), {"max_live": 1}, r"rank 0 has 2 of the stages.*takes max_live=2 at least"),
         (mk.Plan.gpipe(2, 4), {"max_live": [1, 2, 3]}, "2 of them, one per rank"),
-        (mk.Plan.gpipe(2, 4), {"activation": 0}, "activation=0"),
         (mk.Plan.gpipe(2, 4), {"forward": [1]}, "1 times for 2 stages"),
         (mk.Plan.gpipe(2, 4), {"hop": -1}, "not negative"),
     ],

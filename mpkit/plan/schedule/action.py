@@ -8,7 +8,7 @@ Live: the activations that a rank holds, computed from the order of its actions 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = ["COMMUNICATION", "COMPUTE", "Action", "live"]
@@ -72,26 +72,18 @@ class Action(NamedTuple):
         return cls(match[2], named, int(match[3]))
 
 
-def live(row: Iterable[Action], activation: Sequence[float] = ()) -> list[float]:
-    """Return what a rank holds while each action of its row runs.
+def live(row: Iterable[Action]) -> list[int]:
+    """Return how many activations a rank holds while each action of its row runs: 1 per micro-batch and stage.
 
     A stage holds a micro-batch's activations from its F to its B, inclusive, or to its W if the backward is split: I
     frees nothing, since W needs what the forward kept.
 
-    Args:
-        row: a rank's actions, in order.
-        activation: by stage, how much it holds per micro-batch; left out, 1 each.
-
     >>> live(map(Action.parse, "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()))
     [1, 2, 2, 3, 3, 2, 1]
     """
-    held: list[float] = []
-    now = 0.0 if activation else 0
-    for kind, stage, _ in row:
-        size = activation[stage] if activation else 1
-        if kind == "F":
-            now += size
+    held, now = [], 0
+    for kind, _, _ in row:
+        now += kind == "F"
         held.append(now)
-        if kind in ("B", "W"):
-            now -= size
+        now -= kind in ("B", "W")
     return held

@@ -27,20 +27,18 @@ __all__ = ["ActionCosts", "Policy", "greedy", "span"]
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """How long a stage's actions take, and how much memory it holds.
+    """How long a stage's actions take, and how many activations a rank may hold.
 
     Attributes:
         f, i, w: seconds by stage.
         hop: seconds from one rank to another.
-        activation: by stage, what it holds per micro-batch from its F to its W.
-        max_live: by rank, how much it may hold, in the same unit.
+        max_live: by rank, how many micro-batches of a stage it may hold, each from its F to its W.
     """
 
     f: Sequence[float]
     i: Sequence[float]
     w: Sequence[float]
     hop: float
-    activation: Sequence[float]
     max_live: Sequence[float]
 
 
@@ -67,7 +65,7 @@ class Policy:
 def greedy(stage_to_rank: Sequence[int], m: int, costs: ActionCosts, policy: Policy) -> list[list[Action]]:
     """Return each rank's actions in the order in which they were run.
 
-    >>> costs = ActionCosts([1, 1], [1, 1], [1, 1], hop=0, activation=[1, 1], max_live=[2, 2])
+    >>> costs = ActionCosts([1, 1], [1, 1], [1, 1], hop=0, max_live=[2, 2])
     >>> greedy([0, 1], 3, costs, Policy("deep", "I", lead=[0, 0], patience=0, limit=[2, 2]))[0]
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
     """
@@ -110,13 +108,13 @@ class _Rank:
         self._p = max(stage_to_rank) + 1
         self._costs, self._policy = costs, policy
         self._time = {"F": costs.f, "I": costs.i, "W": costs.w}
-        self._limit = max(policy.limit[rank], sum(costs.activation[stage] for stage in self.stages))
+        self._limit = max(policy.limit[rank], len(self.stages))
         self._lead = policy.lead[rank]
         self.comes: dict[tuple[str, int, int], float] = {("F", 0, i): 0.0 for i in range(m)}
         self.free = 0.0
         self.row: list[Action] = []
         self._next = {kind: dict.fromkeys(self.stages, 0) for kind in "FIW"}
-        self._held = 0.0
+        self._held = 0
         self._ahead = 0  # I's without their W
         self._before = "F"
 
@@ -144,14 +142,14 @@ class _Rank:
         self.row.append(action)
         self.free = now + self._time[kind][stage]
         if kind == "F":
-            self._held += self._costs.activation[stage]
+            self._held += 1
             if stage == self._last:
                 self.comes["I", stage, i] = self.free
         elif kind == "I":
             self._ahead += 1
         else:
             self._ahead -= 1
-            self._held -= self._costs.activation[stage]
+            self._held -= 1
         if kind != "W":
             self._before = kind
         return self.free
@@ -181,21 +179,21 @@ class _Rank:
 
     def _is_allowed(self, stage: int, i: int) -> bool:
         """Return whether everything that was begun can still be finished after this forward."""
-        size, spare = self._costs.activation, self._limit - self._held - self._costs.activation[stage]
-        if spare < -1e-9:
+        spare = self._limit - self._held - 1
+        if spare < 0:
             return False
         if len(self.stages) == 1:
             return True
         forward, weight = self._next["F"], self._next["W"]
         for each in range(min(weight.values()), max(forward.values())):
-            rest = freed = 0.0
+            rest = freed = 0
             for s in self.stages:
                 done = each < forward[s] or (s, each) == (stage, i)
                 if not done:
-                    rest += size[s]
+                    rest += 1
                 elif each >= weight[s]:
-                    freed += size[s]
-            if rest > spare + 1e-9:
+                    freed += 1
+            if rest > spare:
                 return False
             spare += freed
         return True

@@ -1,6 +1,9 @@
 """Known models: architectures by name, from a config of transformers, from a model, or from numbers.
 
-The sizes are those of the papers and of the published configs; `known_models.csv` lists them.
+`known_models.csv` lists the sizes of the papers and of published configs. A configuration says numbers (`SIZES`); what
+a layer is made of besides follows from its `model_type`: `TRAITS` lists the kinds whose parameters were counted (tests
+compare each with the module of transformers). A configuration of another kind describes a model only where the module
+is there to be counted.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache
@@ -18,10 +21,8 @@ from typing import Any
 
 from mpkit.common.size_limits import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.configs import WIDTHS, NoArchitecture, read_config
 
-__all__ = ["NoArchitecture", "architecture_of", "known_models"]
-
+__all__ = ["TRAITS", "NoArchitecture", "architecture_of", "known_models", "read_config"]
 
 ENDING = r"-(instruct|chat|base|hf|uncased|cased|it|v\d+(\.\d+)?)$"
 """What ids on the Hub add to the name of an architecture."""
@@ -85,7 +86,7 @@ def architecture_of(model: object, *, trainable: float = 1.0) -> Architecture:
     sizes = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", None)
     if not sizes and hasattr(config, "__dataclass_fields__"):
         sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    if isinstance(sizes, Mapping) and ({*WIDTHS, "width"} & set(sizes)):
+    if isinstance(sizes, Mapping) and ({*SIZES["hidden"], "width"} & set(sizes)):
         counted = callable(getattr(model, "parameters", None))
         found = replace(_of_mapping(sizes, counted=counted), name=type(model).__name__)
         if counted:
@@ -171,3 +172,156 @@ def _compare_counts(model: Any, found: Architecture, trainable: float) -> None:
             f"{1 - share:.1%} of the parameters of model={name} are frozen, and everything would be counted as if it "
             f"were trained. mk.estimate and mk.fits take the share that is trained: trainable={share:.3g}"
         )
+
+
+# ---- configurations of transformers
+
+TRAITS: Mapping[str, frozenset[str]] = {
+    kind: frozenset(traits.split())
+    for kinds, traits in (
+        ("llama mistral phi3 olmo olmo2 olmo3 granite stablelm glm glm4 seed_oss helium", "gated"),
+        ("mixtral granitemoe olmoe phimoe qwen2_moe deepseek_v2 deepseek_v3 glm4_moe", "gated"),
+        ("gpt_oss", "gated whole_experts"),
+        ("qwen2 exaone4 bitnet", "gated"),
+        ("qwen3 qwen3_moe", "gated qk_norm"),
+        ("gemma gemma2 gemma3_text cohere cohere2 smollm3 ernie4_5", "gated tied"),
+        ("arcee apertus nemotron persimmon", ""),
+        ("gpt_neox gptj codegen phi", "bias"),
+        ("bloom starcoder2", "bias tied"),
+        ("falcon", "tied"),
+        ("gpt2 gpt_neo gpt_bigcode opt biogpt", "bias tied positions"),
+        ("bert roberta distilbert electra", "bias tied positions acausal"),
+        ("t5", "tied"),
+        ("vit", "bias positions acausal"),
+    )
+    for kind in kinds.split()
+}
+"""By model_type, what its numbers do not say.
+
+gated: the MLP has a third matrix. tied: the head is the embedding, unless `tie_word_embeddings` says otherwise.
+bias: products add one. positions: they are learned. acausal: a token sees all others. qk_norm: queries and keys are
+normalized. whole_experts: transformers divides no experts along tp.
+"""
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "head_dim": ("head_dim", "d_kv"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "dense": ("first_k_dense_replace",),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "v_dim": ("v_head_dim",),
+}
+"""By the name of a size here, its names in configurations."""
+
+
+class NoArchitecture(ValueError):
+    """A model has no config from which its sizes follow."""
+
+
+def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architecture:
+    """Return the architecture of a configuration of transformers.
+
+    Args:
+        config: names and values, as in a config.json.
+        counted: whether the module's parameters will be counted, so that a kind that `TRAITS` lacks may be tried.
+
+    Raises:
+        NoArchitecture: the kind has not been counted, or a value makes layers that an `Architecture` cannot describe.
+        ValueError: the numbers do not describe a transformer.
+
+    >>> read_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
+    ...              "n_positions": 1024}).parameters
+    124439808
+    """
+
+    def number(*names: str, default: int = 0) -> int:
+        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
+
+    kind = str(config.get("model_type", ""))
+    traits = TRAITS.get(kind, frozenset())
+    sizes = {name: number(*spelt) for name, spelt in SIZES.items()}
+    sizes["ffn"] = sizes["ffn"] or 4 * sizes["hidden"]
+    _check(config, kind, sizes, counted)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        sizes["kv_heads"] = 1  # multi-query attention (Shazeer 2019), which has its own words
+    if "positions" not in traits:
+        sizes["positions"] = 0
+    if sizes["kv_rank"]:
+        sizes["head_dim"] = number("qk_nope_head_dim")
+    else:
+        sizes |= dict.fromkeys(("q_rank", "rope_dim", "v_dim"), 0)
+    if sizes["experts"]:
+        sizes["shared_ffn"] = sizes["shared_ffn"] or number("n_shared_experts") * sizes["expert_ffn"]
+    else:
+        sizes |= dict.fromkeys(("top_k", "expert_ffn", "shared_ffn", "dense"), 0)
+    if kind == "t5":
+        sizes["encoder"] = sizes["layers"]
+        sizes["layers"] += number("num_decoder_layers", default=sizes["layers"])
+    if kind == "vit":
+        patch = number("patch_size", default=16)
+        sizes["patch"] = number("num_channels", default=3) * patch**2
+        sizes["positions"] = (number("image_size", default=224) // max(1, patch)) ** 2 + 1
+        sizes["vocabulary"] = len(config.get("id2label") or {})
+    activation = str(config.get("hidden_act", config.get("feed_forward_proj", "")))
+    return Architecture(
+        **sizes,
+        gated="gated" in traits or "gated" in activation or (kind not in TRAITS and "silu" in activation),
+        causal="acausal" not in traits,
+        tied=bool(config.get("tie_word_embeddings", "tied" in traits)),
+        bias="bias" in traits,
+        qk_norm="qk_norm" in traits,
+        whole_experts="whole_experts" in traits,
+        name=kind,
+    )
+
+
+def _check(config: Mapping[str, Any], kind: str, sizes: Mapping[str, int], counted: bool) -> None:
+    """Raise if the configuration describes no transformer, or one that an `Architecture` cannot describe."""
+    if missing := [SIZES[name][0] for name in ("hidden", "layers", "heads") if not sizes[name]]:
+        raise ValueError(
+            f"a config of model_type={kind!r:.60} without {', '.join(missing)}: give numbers instead, "
+            "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
+        )
+    numbers = {name: sizes[name] for name in ("layers", "hidden", "heads", "ffn", "vocabulary")}
+    if kind not in TRAITS and not counted:
+        raise NoArchitecture(
+            f"mpkit has not counted the parameters of model_type={kind!r:.60}, so what its layers are made of is not "
+            "known. Give the model itself (built under torch.device('meta') it takes no memory); or, if its layers are "
+            f"an attention and an MLP, numbers: {numbers!r}, with 'kv_heads', 'gated', 'experts' and 'top_k' as it has"
+        )
+    if odd := next(_unlike_layers(config), ""):
+        raise NoArchitecture(
+            f"a config of model_type={kind!r:.60} with {odd:.80}: its layers are not all alike, which an Architecture "
+            f"cannot say. The nearest are these numbers: {numbers!r}"
+        )
+
+
+def _unlike_layers(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what makes layers that differ from each other, or embeddings that differ from layers in width."""
+    for name, usual in (
+        ("decoder_sparse_step", 1), ("moe_layer_freq", 1), ("interleave_moe_layer_step", 1), ("num_hidden_groups", 0)
+    ):  # fmt: skip
+        if config.get(name) not in (None, usual, [usual] * len(config.get("moe_layer_freq") or ())):
+            yield f"{name}={config[name]!r}"
+    if config.get("mlp_only_layers"):
+        yield f"mlp_only_layers={config['mlp_only_layers']!r}"
+    width = next((config[name] for name in SIZES["hidden"] if isinstance(config.get(name), int)), None)
+    for name in ("embedding_size", "word_embed_proj_dim"):
+        if isinstance(config.get(name), int) and config[name] != width:
+            yield f"{name}={config[name]}"
+    attention = {str(kind) for kind in config.get("layer_types") or ()} - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if attention:
+        yield f"layer_types={sorted(attention)!r}"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from mpkit.launch.session.run import Run
-    from mpkit.timeline.answer import Answer
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Scaling", "ScalingRow", "scaling"]
@@ -56,7 +54,7 @@ class ScalingRow:
     efficiency: float
     exposed: float
     wall_time: float | None
-    answer: Answer = field(repr=False, compare=False)
+    answer: Timeline = field(repr=False, compare=False)
 
     @property
     def throughput(self) -> float:
@@ -178,7 +176,7 @@ def scaling(
     if steps < 2:
         raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
     least = min(plan.ranks for plan in asked)
-    figures = []
+    runs: list[tuple[Plan, Timeline, float | None]] = []
     with borrow_clusters(clusters, device) as sized:
         for plan in asked:
             grown = _grow_batches(data, plan.ranks, least, steps) if weak else data
@@ -186,23 +184,27 @@ def scaling(
             run = cluster.train(
                 model, grown, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
             ).wait()
-            figures.append(_figures(run, cluster, hardware))
+            own_devices = cluster.device == "cuda" and cluster.ranks <= cluster.devices
+            wall = _step_time(run.timeline(clock="measured")) if own_devices else None
+            runs.append((plan, run.timeline(hardware, clock="virtual"), wall))
     name = hardware.name if isinstance(hardware, Hardware) else hardware or ""
-    return Scaling(tuple(_rows(asked, figures, least)), weak, name)
+    return Scaling(tuple(_rows(runs, least)), weak, name)
 
 
-def _rows(
-    plans: list[Plan], figures: list[tuple[int, float, float, float | None, Timeline]], least: int
-) -> Iterator[ScalingRow]:
-    """Yield a row per plan, with its speed-up over the plan with the fewest ranks."""
-    samples = [batch / step_time for batch, step_time, *_ in figures]
-    first = next(i for i, plan in enumerate(plans) if plan.ranks == least)
-    for plan, (batch, step_time, exposed, wall, timeline), throughput in zip(
-        plans, figures, samples, strict=True
-    ):
-        speed_up = throughput / samples[first]
-        efficiency = speed_up / (plan.ranks / least)
-        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall, timeline)
+def _rows(runs: Sequence[tuple[Plan, Timeline, float | None]], least: int) -> Iterator[ScalingRow]:
+    """Yield a row per run, with its speed-up over the first one with the fewest ranks."""
+
+    def throughput(timeline: Timeline) -> float:
+        return int(timeline.meta["batch_size"]) / _step_time(timeline)
+
+    base = next(throughput(timeline) for plan, timeline, _ in runs if plan.ranks == least)
+    for plan, timeline, wall in runs:
+        speed_up = throughput(timeline) / base
+        exposed = median(max(timeline.step(i).exposed_comm) for i in timeline.steps[1:])
+        yield ScalingRow(
+            plan, plan.ranks, int(timeline.meta["batch_size"]), _step_time(timeline), speed_up,
+            speed_up / (plan.ranks / least), exposed, wall, timeline,
+        )  # fmt: skip
 
 
 def _plan_of(plan: Any) -> Plan:
@@ -234,17 +236,6 @@ def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
     ]
 
 
-def _figures(
-    run: Run, cluster: Cluster, hardware: Hardware | str | None
-) -> tuple[int, float, float, float | None, Timeline]:
-    """Return samples per step; seconds per step, of exposed communication, and by the wall clock; and the timeline."""
-    timeline = run.timeline(hardware, clock="virtual")
-    own_devices = cluster.device == "cuda" and cluster.ranks <= cluster.devices
-    wall = _median(run.timeline(clock="measured"), "step_time") if own_devices else None
-    exposed = median(max(timeline.step(i).exposed_comm) for i in timeline.steps[1:])
-    return int(timeline.meta["batch_size"]), _median(timeline, "step_time"), exposed, wall, timeline
-
-
-def _median(timeline: Timeline, figure: str) -> float:
-    """Return the median of a figure over all steps but the first."""
-    return float(median(getattr(timeline.step(i), figure) for i in timeline.steps[1:]))
+def _step_time(timeline: Timeline) -> float:
+    """Return the median of all steps but the first, in seconds."""
+    return float(median(timeline.step(i).step_time for i in timeline.steps[1:]))
