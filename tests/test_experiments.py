@@ -96,9 +96,6 @@ def test_strong_scaling_keeps_the_batch(clusters: Clusters) -> None:
         assert row.speed_up == pytest.approx(one.step_time / row.step_time)
         assert row.efficiency == pytest.approx(row.speed_up / row.ranks)
         assert row.exposed >= 0
-    table = found.to_dataframe()
-    assert table["strategy"].tolist() == ["serial", "DDP", "DDP"]
-    assert table["throughput"].tolist() == [row.throughput for row in found.rows]
     assert str(found).startswith("strong scaling: 240 samples per batch")
     assert len(str(found).splitlines()) == 6
 

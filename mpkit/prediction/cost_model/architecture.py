@@ -114,18 +114,12 @@ class Architecture:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        for field in fields(self)[:-1]:
+            value, least = getattr(self, field.name), int(field.name in ("layers", "hidden", "heads"))
+            if not isinstance(value, int) or value < least or (least and isinstance(value, bool)):
                 raise ValueError(
-                    f"Architecture({name}={value!r}): {name} is a whole number, 1 or more, such as "
+                    f"Architecture({field.name}={value!r}): {field.name} is a whole number, {least} or more, such as "
                     "Architecture(layers=32, hidden=4096, heads=32, vocabulary=32000)"
-                )
-        for field in fields(self)[3:-1]:
-            value = getattr(self, field.name)
-            if not isinstance(value, bool) and (not isinstance(value, int) or value < 0):
-                raise ValueError(
-                    f"Architecture({field.name}={value!r}): {field.name} is a whole number, 0 or more"
                 )
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise ValueError(

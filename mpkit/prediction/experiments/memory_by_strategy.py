@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from mpkit.common.display import ChartedResult, data_frame
+from mpkit.common.display import ChartedResult
 from mpkit.common.tracebacks import public
 from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
@@ -33,9 +33,6 @@ from mpkit.prediction.dry_run import trace_fake
 from mpkit.prediction.experiments.scaling import strategy
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["MemoryByStrategy", "MemoryRow", "formula", "memory_by_strategy"]
 
@@ -99,16 +96,6 @@ class MemoryByStrategy(ChartedResult):
     rows: tuple[MemoryRow, ...]
     how: str
     answers: Mapping[str, Timeline] = field(repr=False, compare=False)
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per rank: strategy, rank, bytes by category, total; and params_formula and so on."""
-        return data_frame(
-            [
-                {"strategy": row.strategy, "rank": row.rank, **row.held, "total": sum(row.held.values())}
-                | {f"{name}_formula": value for name, value in row.formula.items()}
-                for row in self.rows
-            ]
-        )
 
     def __str__(self) -> str:
         lines = [f"MB per rank when it holds most, {self.how}; states: each at its own peak", ""]

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.display import ChartedResult, data_frame
+from mpkit.common.display import ChartedResult
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
 
     from mpkit.timeline.timeline import Timeline
@@ -89,17 +88,6 @@ class Scaling(ChartedResult):
         if self.weak:
             return f"weak scaling: {self.rows[0].batch // self.rows[0].ranks} samples per rank"
         return f"strong scaling: {self.rows[0].batch} samples per batch"
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per run, with the attributes of `ScalingRow`, `strategy` and both throughputs."""
-        columns = ("ranks", "batch", "step_time", "throughput", "speed_up", "efficiency", "exposed",
-                   "wall_time", "wall_throughput")  # fmt: skip
-        return data_frame(
-            [
-                {"strategy": strategy(row.plan), **{name: getattr(row, name) for name in columns}}
-                for row in self.rows
-            ]
-        )
 
     def __str__(self) -> str:
         where = f"on {self.hardware}" if self.hardware else "each rank on a device of its own"

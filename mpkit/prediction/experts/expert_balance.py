@@ -12,16 +12,12 @@ changes as the sum of their busiest GPUs' rows does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpkit.common.display import DrawnResult, data_frame
+from mpkit.common.display import DrawnResult
 from mpkit.prediction.experts.load_balancer import Indices, balance_experts
 from mpkit.trace.expert_load import ExpertLoad, Rows
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["ExpertBalance", "LayerBalance", "balance_load"]
 
@@ -131,19 +127,6 @@ class ExpertBalance(DrawnResult):
     def moves(self) -> int:
         """How many weights of experts GPUs receive, in all layers."""
         return sum(each.moves for each in self.layers)
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per layer and slot: its GPU, its expert, its rows.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        listed = [
-            (each.name, slot, slot * self.gpus // len(each.phy2log), int(expert), each.slots.flat[slot])
-            for each in self.layers
-            for slot, expert in enumerate(each.phy2log)
-        ]
-        return data_frame(listed, ["layer", "slot", "gpu", "expert", "rows"])
 
     __repr__ = DrawnResult.__str__
 
