@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LIMIT",
+    "Parts",
     "check_reducible",
     "output_tensor",
     "part_shape",
@@ -23,6 +24,10 @@ __all__ = [
     "tag_number",
     "uneven_parts",
 ]
+
+
+Parts = tuple[list[int], list[int]]
+"""The rows for each member of an all-to-all, and from each."""
 
 
 def root_of(comm: Communicator, number: int, what: str) -> int:
@@ -62,7 +67,7 @@ def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...
 
 def uneven_parts(
     group: Communicator, tensor: Tensor, sends: Sequence[int] | None, receives: Sequence[int] | None
-) -> tuple[list[int], list[int]] | None:
+) -> Parts | None:
     """Return the rows for each member and the rows from each of an all-to-all; None where parts are equal."""
     if sends is None and receives is None:
         return None

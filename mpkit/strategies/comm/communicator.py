@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpkit.strategies.comm.arguments import (
+    Parts,
     check_reducible,
     output_tensor,
     part_shape,
@@ -118,13 +119,7 @@ class Communicator:
         return self._counts["issued"] - 1
 
     def next_collective(
-        self,
-        kind: Kind,
-        tensor: Tensor,
-        root: int = -1,
-        reduction: str = "",
-        *,
-        parts: tuple[list[int], list[int]] | None = None,
+        self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "", *, parts: Parts | None = None
     ) -> CallNumber:
         """Return this group's next collective, which takes its number.
 
@@ -175,8 +170,8 @@ class Communicator:
         check_reducible(tensor, op)
         # ---- stage
         sent = wire.prepare_send(tensor)
-        result = partial(wire.finish_receive, sent, tensor)
-        result = partial(_divide_result, result, self.size) if op == "mean" else result
+        received = partial(wire.finish_receive, sent, tensor)
+        result = received if op != "mean" else lambda: received().div_(self.size)
         # ---- number, issue
         number = self.next_collective(Kind.ALL_REDUCE, tensor, reduction=op)
         start = partial(dist.all_reduce, sent, REDUCTIONS[op], self.handle, async_op=True)
@@ -239,11 +234,7 @@ class Communicator:
         return work if async_op else work.wait()
 
     def all_to_all(
-        self,
-        tensor: Tensor,
-        *,
-        sends: Sequence[int] | None = None,
-        receives: Sequence[int] | None = None,
+        self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
     ) -> Tensor:
         """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
 
@@ -457,7 +448,3 @@ class Communicator:
     def delays(self, pause: Callable[[], None]) -> None:
         """Call `pause` before each communication from now on; it belongs to no op, and to no virtual clock."""
         self.wire.before = pause
-
-
-def _divide_result(result: Callable[[], Tensor], n: int) -> Tensor:
-    return result().div_(n)

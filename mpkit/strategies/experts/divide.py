@@ -201,22 +201,14 @@ def _forward(
     rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
     # ---- experts
     places = [place for counts in receives for place, count in enumerate(counts) for _ in range(count)]
-    made = _compute_rows(compute, chosen.dtype, weights.dtype, rows, places)
+    padded = F.pad(rows, (0, 0, 0, 0 if len(rows) else 1))  # without rows, experts compute one of zeros
+    expert = torch.tensor(places or [0], dtype=chosen.dtype, device=rows.device)[:, None]
+    made = compute(padded, expert, torch.ones_like(expert, dtype=weights.dtype))[: len(rows)]
     # ---- return
     returned = _Exchange.apply(made, group, of, to)  # type: ignore[no-untyped-call]
     # ---- combine
     weighted = returned * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
-
-
-def _compute_rows(
-    compute: Callable[..., Tensor], of_numbers: torch.dtype, of_weights: torch.dtype,
-    rows: Tensor, places: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """Return what the experts that are here make of rows, (R, h); if there are none, they compute one of zeros."""
-    padded = F.pad(rows, (0, 0, 0, 0 if len(rows) else 1))
-    expert = torch.tensor(list(places) or [0], dtype=of_numbers, device=rows.device)[:, None]
-    return compute(padded, expert, torch.ones_like(expert, dtype=of_weights))[: len(rows)]
 
 
 def _exchange_counts(

@@ -27,7 +27,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -250,14 +251,16 @@ class Reducer:
         self._replicas, self._units = replicas, units
         self._names, self._allows_unused, self._allow_unused = names, allows_unused, allow_unused
         self._unit_of = {parameter: unit for unit in units for parameter in unit.layout.parameters}
-        self._alone: set[nn.Parameter] = set()  # of those in no unit, which have had a gradient
+        self._alone: set[Any] = set()  # of those in no unit, which have had a gradient
         self._queue: list[Gradients] = []  # to be reduced, in this order
         self._next = 0  # the next unit of the queue to reduce
         self._reducing = False
         self._arrive_once = True  # whether each gradient arrives once in the backward that is running
         self._last = True  # whether the sums are complete for this step when the queue has been reduced
         for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
+            unit = self._unit_of.get(parameter)
+            note = self._alone.add if unit is None else partial(self._on_grad_ready, unit)
+            parameter.register_post_accumulate_grad_hook(note)
 
     def begin_step(self) -> None:
         """Drop all gradients, and expect those of the whole step."""
@@ -300,13 +303,7 @@ class Reducer:
             yield
         self._reduce_rest()
 
-    @torch.no_grad()
-    def _on_grad_ready(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        unit = self._unit_of.get(parameter)
-        if unit is None:
-            self._alone.add(parameter)
-            return
+    def _on_grad_ready(self, unit: Gradients, parameter: Any) -> None:
         if not (self._reducing and unit.stage is not None):
             unit.copy(parameter)
             return

@@ -125,9 +125,17 @@ class Checkpoints:
         dist.gather_object(digests, everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
         if context.rank == 0:
-            head = self._head(step, saving.training)
-            for files in everybody:
-                head.files |= files
+            update = self._training.update
+            head = CheckpointHead(
+                step=step,
+                plan=json.loads(self._job.plan.to_json()),
+                world_size=context.world_size,
+                facts=self._job.how.facts,
+                scaler={"scale": update.scaler.scale, "good": update.scaler.good},
+                skipped=update.skipped,
+                training=saving.training,
+                files={name: told for files in everybody for name, told in files.items()},
+            )
             publish(partial, head, saving)
         return sum(nbytes for nbytes, _ in digests.values())
 
@@ -146,18 +154,6 @@ class Checkpoints:
             for key, part in zip(mine, state.values(), strict=True)
             if writer[key] == self._context.rank
         }
-
-    def _head(self, step: int, training: str) -> CheckpointHead:
-        update = self._training.update
-        return CheckpointHead(
-            step=step,
-            plan=json.loads(self._job.plan.to_json()),
-            world_size=self._context.world_size,
-            facts=self._job.how.facts,
-            scaler={"scale": update.scaler.scale, "good": update.scaler.good},
-            skipped=update.skipped,
-            training=training,
-        )
 
     # ---- resume ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ gather    return the rank's weights on the CPU
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import isfinite, isnan
 from typing import TYPE_CHECKING
 
@@ -64,24 +65,19 @@ def train(context: Context, job: TrainJob) -> TrainedState:
     """
     if job.plan.zero == 3:
         context.comm.wire.checks_of_layers = CallChecks(context.record.folder, context.rank)
-    if job.how.on_step is None and job.how.evaluation is None:
-        return _train(context, job)
-    checks = CallChecks(context.record.folder, context.rank)
-    with compare_calls(context.comm, checks):
-        return _train(context, job, checks)
-
-
-def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) -> TrainedState:
-    training = Training(context, job, checks)
-    for step in range(job.how.first_step, job.how.steps):
-        training.step(step)
-        stops = training.after(step)
-        training.checkpoints.save_if_due(step)
-        if stops:
-            break
-    training.evidence.finish()
-    training.feed.close()
-    return trained_state(training, averaged=job.how.ema is not None)
+    looks = job.how.on_step is not None or job.how.evaluation is not None
+    checks = CallChecks(context.record.folder, context.rank) if looks else None
+    with nullcontext() if checks is None else compare_calls(context.comm, checks):
+        training = Training(context, job, checks)
+        for step in range(job.how.first_step, job.how.steps):
+            training.step(step)
+            stops = training.after(step)
+            training.checkpoints.save_if_due(step)
+            if stops:
+                break
+        training.evidence.finish()
+        training.feed.close()
+        return trained_state(training, averaged=job.how.ema is not None)
 
 
 class Training:
@@ -92,7 +88,10 @@ class Training:
         self._record, self._device, self._rank = context.record, context.device, context.rank
         # ---- place
         axes = self.axes = MeshAxes(context.comm, context.device, job.where.mesh)
-        job = self._job = _as_seen_here(job, axes)
+        job = job.for_place(axes.place.tp)
+        if isinstance(job.what.loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
+            job = job.with_loss(job.what.loss.bind_group(axes.communicator_of("dp")))
+        self._job = job
         trained = trained_parameters(job.what.model, here=True)
         self.first_names = trained[1]
         stages, self.rest = place_stages(context, job, axes)
@@ -169,15 +168,6 @@ class Training:
         return loss, 1.0 if empty else factor.item()
 
 
-def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:
-    """Return the job as this rank sees it: at its place, with a loss that knows the other replicas."""
-    job = job.for_place(axes.place.tp)
-    loss = job.what.loss
-    if isinstance(loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
-        return job.with_loss(loss.bind_group(axes.communicator_of("dp")))
-    return job
-
-
 def assemble(
     context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]
 ) -> tuple[GradientSync, TiedWeights, Pipeline | DP, Feed]:
@@ -234,17 +224,13 @@ def place_stages(
             in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
             spans=[spans[i] for i in held],
         )  # fmt: skip
-    _drop_elsewhere([layer for _, layer in layers], stages)
-    _hold(recomputed, stages)
-    return stages, rest if context.rank == 0 else {}
-
-
-def _drop_elsewhere(layers: list[nn.Module], stages: dict[int, Stage]) -> None:
-    """Drop the weights of layers that are in no stage of this rank, so that their memory is freed."""
+    # Weights of layers that are in no stage of this rank are dropped, so that their memory is freed.
     here = {module for stage in stages.values() for module in stage.layers.modules()}
-    for module in {module for layer in layers for module in layer.modules()} - here:
+    for module in {module for _, layer in layers for module in layer.modules()} - here:
         for state in (module._parameters, module._buffers):
             state.update(dict.fromkeys(state))
+    _hold(recomputed, stages)
+    return stages, rest if context.rank == 0 else {}
 
 
 def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
