@@ -78,8 +78,6 @@ def rank_trace(
     actions = actions_of(events, work, comms)
     rows = [*_collectives(events, comms, index, mine), *_actions(events, work, actions)]
     waits = _waits(rows, work, actions, on_device=events.on_device)
-    if events.on_device:
-        rows = _with_stillness(rows, waits)
     rows += _longest(waits, MOST)
     rows += [*_copies(events), *_loading_times(events)]
     rows += _steps(rows)
@@ -152,21 +150,6 @@ def _layers(events: Events, work: DeviceWork, action: ProfiledAction, before: in
         before = end
 
 
-def _with_stillness(rows: Sequence[OpRow], waits: Sequence[OpRow]) -> list[OpRow]:
-    """Return the rows, each action with the time in which it waits for its host."""
-    still = [wait for wait in waits if wait.ref < 0]
-    starts = np.array([wait.start for wait in still], np.int64)
-    assert (np.diff(starts) >= 0).all(), "waits for the host are in order of time"
-    sums = np.concatenate([[0], np.cumsum([wait.end - wait.start for wait in still])])
-
-    def still_of(row: OpRow) -> float:
-        return float(sums[np.searchsorted(starts, row.end)] - sums[np.searchsorted(starts, row.start)]) * 1e-9
-
-    return [
-        row._replace(still=still_of(row)) if row.kind < Kind.WAIT and not row.depth else row for row in rows
-    ]
-
-
 def _copies(events: Events) -> Iterator[OpRow]:
     """Yield the copies between device and host; those within the device compute nothing and are left out."""
     copy = events["copy"]
@@ -200,12 +183,13 @@ def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
 
 
 def _waits(
-    rows: Sequence[OpRow], work: DeviceWork, actions: Sequence[ProfiledAction], *, on_device: bool
+    rows: list[OpRow], work: DeviceWork, actions: Sequence[ProfiledAction], *, on_device: bool
 ) -> list[OpRow]:
-    """Return the waits of one rank."""
+    """Return the waits of one rank, and note for each action in `rows` how long it stands still for its host."""
     comms = sorted((i for i, row in enumerate(rows) if 32 <= row.kind < 64), key=lambda i: rows[i].end)
     ends = [rows[i].end for i in comms]
-    outer = [row for row in rows if row.kind < Kind.WAIT and row.depth == 0]
+    places = [i for i, row in enumerate(rows) if row.kind < Kind.WAIT and row.depth == 0]
+    outer = [rows[i] for i in places]
     found: list[OpRow] = []
     waited: set[int] = set()
 
@@ -225,14 +209,16 @@ def _waits(
         if depth and on_device and end > at:
             found.append(OpRow(at, end, Kind.WAIT, *place))
 
-    for action, row in zip(actions, outer, strict=True):
+    for action, row, place in zip(actions, outer, places, strict=True):
         start, end = work.start[action.first : action.last], work.end[action.first : action.last]
-        reached = np.maximum.accumulate(np.maximum(end, row.start))
+        reached, before = np.maximum.accumulate(np.maximum(end, row.start)), len(found)
         for at in np.flatnonzero(start[1:] > reached[:-1]).tolist():
             gap(int(reached[at]), int(start[at + 1]), row, 1)
-    for before, row in pairwise(outer):
-        if row.start > before.end:
-            gap(before.end, row.start, row, 0)
+        still = sum(wait.end - wait.start for wait in found[before:] if wait.ref < 0)
+        rows[place] = row._replace(still=still * 1e-9)
+    for earlier, row in pairwise(outer):
+        if row.start > earlier.end:
+            gap(earlier.end, row.start, row, 0)
     return found + _at_the_latest(rows, outer, set(comms) - waited)
 
 
@@ -268,27 +254,30 @@ def _longest(waits: Sequence[OpRow], most: int) -> list[OpRow]:
 
 def _write(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
     """Return the records of a rank's ops, by start, and of its memory; `shift` ns are added to all times."""
-
-    def first(at: int) -> tuple[int, bool, bool, int, int]:
-        row = rows[at]
-        return row.start, row.kind != Kind.STEP, row.kind == Kind.WAIT, row.depth, -row.end
-
-    order = sorted(range(len(rows)), key=first)
+    columns: dict[str, list[Any]] = {name: [row[at] for row in rows] for at, name in enumerate(OpRow._fields)}
+    start, end, kind, depth = (
+        np.array(columns[name], np.int64) for name in ("start", "end", "kind", "depth")
+    )
+    order = np.lexsort((-end, depth, kind == Kind.WAIT, kind != Kind.STEP, start))
+    place = np.full(len(rows) + 1, -1)  # the last one is of row -1: no communication
+    place[order] = np.arange(len(rows))
     names: dict[str, int] = {"": 0}
     ops = np.zeros(len(rows), OP)
-    at = {row: number for number, row in enumerate(order)}
-    parts: list[tuple[int, int, int]] = []
-    for number, i in enumerate(order):
-        row = rows[i]
-        start, end = row.start + shift, max(row.end, row.start) + shift
-        ref = at[row.ref] if row.ref >= 0 else -1
-        ops[number] = (
-            row.kind, lane_of(row.kind), row.depth, 0, row.stage, 0, row.microbatch, row.step,
-            names.setdefault(row.name, len(names)), 0, names.setdefault(row.group, len(names)), row.number, row.peer,
-            ref if ref < number else -1, start, end, row.busy, row.nbytes, 0.0,
-            np.nan if row.kind == Kind.STEP else row.still,
-        )  # fmt: skip
-        parts += [(number, member, nbytes) for member, nbytes in enumerate(row.parts) if nbytes]
+    for name in ("kind", "depth", "step", "stage", "microbatch", "number", "peer", "nbytes", "busy"):
+        ops[{"nbytes": "bytes", "busy": "cpu"}.get(name, name)] = columns[name]
+    for name in ("name", "group"):
+        ops[name] = [names.setdefault(word, len(names)) for word in columns[name]]
+    ops["lane"], ops["ref"] = [lane_of(each) for each in columns["kind"]], place[columns["ref"]]
+    ops["start"], ops["end"] = start + shift, np.maximum(start, end) + shift
+    ops["value"] = np.where(kind == Kind.STEP, np.nan, columns["still"])
+    ops = ops[order]
+    ops["ref"] = np.where(ops["ref"] < np.arange(len(ops)), ops["ref"], -1)
+    parts = sorted(
+        (int(place[at]), member, nbytes)
+        for at, sent in enumerate(columns["parts"])
+        for member, nbytes in enumerate(sent)
+        if nbytes
+    )
     return RankTrace(ops, _memory(events, ops, shift), list(names), sent_parts=np.array(parts, SENT_PART))
 
 
