@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mpkit.common.safe_text import escape
 from mpkit.views.chart.chart import Axis, Ink, Panel, Series, Unit
 from mpkit.views.drawing.colours import legible_on
+from mpkit.views.drawing.sheet import levels
 from mpkit.views.theme import SERIES, THEMES
 
 __all__ = [
@@ -106,21 +107,10 @@ class Scale:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             every = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
             return [(value, axis.unit.words(value)) for value in every if self.low <= value <= self.high]
-        return (
-            axis.unit.levels(self.high, most)
-            if self.low == 0
-            else _between(axis.unit, self.low, self.high, most)
-        )
-
-
-def _between(unit: Unit, low: float, high: float, most: int) -> list[tuple[float, str]]:
-    """Return round amounts from `low` to `high`."""
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(
-        power * factor for factor in (1, 2, 5, 10) if power * factor * most >= (high - low) * (1 - 1e-9)
-    )
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [(value, unit.words(value)) for value in (round(i * step, 12) for i in range(first, last + 1))]
+        if self.low == 0:
+            return axis.unit.levels(self.high, most)
+        between = (round(value, 12) for value in levels(self.high, most, self.low))
+        return [(value, axis.unit.words(value)) for value in between]
 
 
 def scale_of(axis: Axis, values: Iterable[float], start: float, end: float, *, zero: bool) -> Scale:

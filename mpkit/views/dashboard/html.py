@@ -7,23 +7,14 @@ from functools import partial
 
 from mpkit.common.display import image
 from mpkit.common.safe_text import escape
-from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.chart.svg import chart_svg
 from mpkit.views.drawing.colours import WHITE
-from mpkit.views.drawing.lanes import FOLDED
-from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.results.losses import losses as losses_chart
 from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES, WHOLE_WORDS
-from mpkit.views.timeline.picture import picture
-from mpkit.views.timeline.svg import summary, svg
 
-__all__ = ["STOP_HINT", "badge", "charts", "head", "output", "progress", "starting_html", "static", "trouble"]
-
-
-LEGIBLE = 8
-"""Steps up to which one picture shows all of them, as `seen.js` does."""
+__all__ = ["STOP_HINT", "badge", "charts", "head", "output", "progress", "remark", "starting_html", "trouble"]
 
 
 STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
@@ -94,6 +85,12 @@ def output(lines: Sequence[str]) -> str:
     )
 
 
+def remark(note: str) -> str:
+    """Return what a picture cannot say, such as why its bubble is not that of theory; "" without it."""
+    look = f"margin:6px {MARGIN:g}px;font-size:{TEXT}px;{_FAINT}"
+    return f'<p style="{look}">{escape(note)}</p>' if note else ""
+
+
 def trouble(message: str) -> str:
     """Return the error message of a run that failed."""
     if not message:
@@ -108,41 +105,6 @@ def charts(losses: Sequence[float], first_step: int, metrics: Metrics, steps: in
     """Return the charts of loss and metrics as an image; "" if there is too little to draw."""
     chart = losses_chart(losses, first_step, metrics, steps)
     return "" if chart is None else image(partial(chart_svg, chart), chart.told, fill=True)
-
-
-def static(
-    title: str,
-    status: str,
-    words: str,
-    message: str,
-    timeline: Timeline,
-    lines: Sequence[str],
-    charted: str = "",
-    proof: Proof | None = None,
-    note: str = "",
-) -> str:
-    """Return the whole dashboard without a kernel: pictures as images, for a saved notebook.
-
-    Of a long run it shows the last step. `note` is what its picture
-    cannot say, such as why its bubble is not that of theory.
-    """
-    drawn = [
-        f'<div style="margin-left:{MARGIN:g}px">{head(title, status, proof, wraps=True)}</div>',
-        words,
-        trouble(message),
-        charted,
-    ]
-    fold = timeline.world_size > FOLDED
-    step = timeline.steps[-1] if len(timeline.steps) > LEGIBLE else None
-    words = summary(picture(timeline, step, fold=fold))
-    drawn.append(image(partial(svg, timeline, step=step, fold=fold), words))
-    drawn.append(
-        f'<p style="margin:6px {MARGIN:g}px;font-size:{TEXT}px;{_FAINT}">{escape(note)}</p>' if note else ""
-    )
-    if len(timeline.held):
-        shown = timeline if step is None else timeline.step(step)
-        drawn.append(image(partial(chart_svg, memory_over_time(shown)), "Memory by GPU over time"))
-    return "".join([*drawn, output(lines)])
 
 
 _COLOURS = {"equal": STATUS["good"], "not verified": STATUS["doubt"], "not equal": STATUS["bad"]}

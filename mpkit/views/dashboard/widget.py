@@ -13,19 +13,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy.typing as npt
 
+from mpkit.common.display import image
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
+from mpkit.views.chart.svg import chart_svg
 from mpkit.views.dashboard import html as parts
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.drawing.pace import Pace
+from mpkit.views.memory.charts import memory_over_time
+from mpkit.views.theme import MARGIN
+from mpkit.views.timeline.picture import picture
+from mpkit.views.timeline.svg import summary, svg
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import has_tracks
 from mpkit.views.timeline.widget import TimelineView
@@ -44,6 +51,9 @@ __all__ = ["Dashboard", "RunView", "show_run", "show_waiting"]
 
 SPEAK = 10.0
 """The least seconds between two lines that a screen reader is told about steps and losses."""
+
+LEGIBLE = 8
+"""Steps up to which one picture shows all of them, as `seen.js` does."""
 
 LINES = 500
 """The number of lines of the ranks' output that stay in view."""
@@ -176,15 +186,11 @@ class Dashboard:
             told = [f"{self.title}: {status}.", message.partition("\n")[0]]
             self.timeline.said = " ".join(filter(None, told))
             words = self._words.value = parts.progress(self._step, self.steps, self._losses)
-            shown = parts.static(
-                self.title, status, words, message, timeline, self._lines, self._charted, self._proof, note
-            )
-            plain = [
-                f"{self.title}: {status}",
-                message,
-                text(timeline, 100, fold=timeline.world_size > FOLDED),
-            ]
-            self._static = shown, "\n".join(filter(None, plain))
+            head = parts.head(self.title, status, self._proof, wraps=True)
+            above = f'<div style="margin-left:{MARGIN:g}px">{head}</div>{words}{parts.trouble(message)}{self._charted}'
+            shown = f"{above}{_pictures(timeline, note)}{parts.output(self._lines)}"
+            drawn = text(timeline, 100, fold=timeline.world_size > FOLDED)
+            self._static = shown, "\n".join(filter(None, [f"{self.title}: {status}", message, drawn]))
             if self._handle is not None:
                 self._handle.update(self.mimebundle(), raw=True)
 
@@ -231,6 +237,18 @@ class Dashboard:
         # Not in this thread: it is the kernel's, or one that the kernel must not wait for.
         assert self._on_stop is not None
         threading.Thread(target=self._on_stop, name="mpkit-stop", daemon=True).start()
+
+
+def _pictures(timeline: Timeline, note: str) -> str:
+    """Return timeline and memory as images, for a saved notebook: of a long run the last step."""
+    fold = timeline.world_size > FOLDED
+    step = timeline.steps[-1] if len(timeline.steps) > LEGIBLE else None
+    words = summary(picture(timeline, step, fold=fold))
+    drawn = image(partial(svg, timeline, step=step, fold=fold), words) + parts.remark(note)
+    if len(timeline.held):
+        memory = memory_over_time(timeline if step is None else timeline.step(step))
+        drawn += image(partial(chart_svg, memory), "Memory by GPU over time")
+    return drawn
 
 
 class RunView:

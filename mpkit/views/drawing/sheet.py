@@ -49,25 +49,24 @@ def memory_levels(highest: float, most: int, like: float = 0) -> list[tuple[floa
     ]
 
 
-def levels(highest: float, most: int) -> list[float]:
-    """Return at most `most` + 1 amounts from 0 to `highest`, a round step (1, 2 or 5 x a power of ten) apart.
+def levels(highest: float, most: int, lowest: float = 0.0) -> list[float]:
+    """Return at most `most` + 1 amounts between two, a round step (1, 2 or 5 x a power of ten) apart.
 
-    An axis has a number besides its 0: where there is room for one, it is the largest round one.
+    An axis that begins at 0 has a number besides it: where there is room for one, it is the largest round one.
 
-    >>> levels(251e6, 3), levels(45, 1)
-    ([0.0, 100000000.0, 200000000.0], [0.0, 20.0])
+    >>> levels(251e6, 3), levels(45, 1), levels(7.5, 3, 2.5)
+    ([0.0, 100000000.0, 200000000.0], [0.0, 20.0], [4.0, 6.0])
     """
-    if highest <= 0 or not math.isfinite(highest):
+    length = highest - lowest
+    if length <= 0 or not math.isfinite(length):
         return []
-    power = 10.0 ** math.floor(math.log10(highest / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= highest * (1 - 1e-9))
-    count = math.floor(highest / step * (1 + 1e-9))
-    if not count:
-        step, count = (
-            max(power * factor for factor in (0.1, 0.2, 0.5, 1, 2, 5) if power * factor <= highest),
-            1,
-        )
-    return [i * step for i in range(count + 1)]
+    power = 10.0 ** math.floor(math.log10(length / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= length * (1 - 1e-9))
+    first, last = math.ceil(lowest / step - 1e-9), math.floor(highest / step + 1e-9)
+    if first == last == 0:
+        last = 1
+        step = max(power * factor for factor in (0.1, 0.2, 0.5, 1, 2, 5) if power * factor <= highest)
+    return [i * step for i in range(first, last + 1)]
 
 
 LINE = 20.0
