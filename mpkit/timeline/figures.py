@@ -198,19 +198,6 @@ class Figures:
         """`peak_memory` over all steps and over what comes before and after them."""
         return [_peak(levels) for levels in self._held(whole=True)]
 
-    def throughput(self, samples: int | None = None) -> float:
-        """Return the samples per second; `samples` per step defaults to the batch size of the run.
-
-        Raises:
-            ValueError: the number of samples per step is not known.
-        """
-        samples = samples if samples is not None else self.meta.get("batch_size")
-        if samples is None:
-            raise ValueError(
-                "This timeline does not know how many samples a step has: throughput(samples=32), say"
-            )
-        return samples / self.step_time if self.step_time else 0.0
-
     def _lanes(self, lane: Lane) -> list[Array]:
         spans = self._last
         spans = spans[spans["lane"] == lane]

@@ -145,10 +145,9 @@ class Timeline(ReplayResult, Figures, Answer):
             self, spans=spans, held=metrics.changes_within(self.held, start, end), device_samples=sampled
         )
 
-    def bubble_of(self, step: int, *, ideal: bool = False) -> float:
-        """Return the bubble of a step: by GPipe's definition, or with `ideal` by Megatron's."""
-        one = self.step(step)
-        return one.ideal_bubble if ideal else one.bubble
+    def bubble_of(self, step: int) -> float:
+        """Return the bubble of a step."""
+        return self.step(step).bubble
 
     # ---- who sends what to whom --------------------------------------------------------------------------
 
@@ -242,22 +241,16 @@ class Timeline(ReplayResult, Figures, Answer):
 
     # ---- as something else ---------------------------------------------------------------------------------
 
-    def to_dataframe(self, *, waits: bool = False) -> pd.DataFrame:
+    def to_dataframe(self) -> pd.DataFrame:
         """Return one row per span: what each lane did, by rank, then by start.
 
         Columns: rank, lane ("compute", "comm", "host"), kind (such as "forward"), stage and microbatch (-1: none),
         name, start, end (seconds), bytes, flops, step (-1: none), depth (from 1: a layer within the action above it).
 
-        Args:
-            waits: whether to include the times in which the compute lane waited for communication.
-
         Raises:
             ImportError: pandas is not installed.
         """
-        chosen = self.spans["lane"] != Lane.NONE
-        if not waits:
-            chosen &= self.spans["kind"] != Kind.WAIT
-        spans = self.spans[chosen]
+        spans = metrics.active(self.spans)
         words = {int(kind): kind.word for kind in Kind}
         columns: dict[str, Any] = {
             "rank": spans["rank"],
@@ -270,14 +263,9 @@ class Timeline(ReplayResult, Figures, Answer):
         columns |= {name: spans[name] for name in ("start", "end", "bytes", "flops", "step", "depth")}
         return data_frame(columns)
 
-    def to_svg(self, path: str | Path | None = None, *, fold: bool = False) -> str:
-        """Return the picture as SVG; write it to `path` as well if that is given.
-
-        Args:
-            path: the file to write.
-            fold: whether to draw only the first of each group of ranks (a stage of a replica).
-        """
-        return write_text(draw(self, "svg", fold=fold), path)
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """Return the picture as SVG; write it to `path` as well if that is given."""
+        return write_text(draw(self, "svg"), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return the interactive timeline as one self-contained HTML page; write it to `path` as well if given."""

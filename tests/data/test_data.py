@@ -229,7 +229,6 @@ def test_workers_load_what_the_rank_would_and_the_wait_is_on_the_timeline(
             for clock in ("virtual", "measured"):
                 t = run.timeline(clock=clock)
                 assert all(0 < data < t.step_time for data in t.data_time)
-                assert t.throughput() < 4 / max(t.data_time)
                 assert t.idle == pytest.approx([t.step_time - busy for busy in t.busy])
             spans = t.spans[t.spans["kind"] == Kind.DATA]
             assert sorted(spans["step"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -179,7 +179,6 @@ def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
     assert t.bubble == pytest.approx(3 / 11)
     assert t.ideal_bubble == pytest.approx(3 / 8)  # Megatron's: (p - 1)/m
     assert t.bubble_of(0) == t.bubble
-    assert t.bubble_of(0, ideal=True) == t.ideal_bubble
     assert t.clock == "simulated"
     assert t.steps == [0]
     assert [peak["activations"] for peak in t.peak_memory] == [8] * 4

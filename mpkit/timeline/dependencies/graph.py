@@ -7,7 +7,7 @@ what does not change is who waits for whom, and the order in which each rank wor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -73,21 +73,18 @@ class StepGraph:
         took: Array | Sequence[float],
         *,
         without: Collection[int] = (),
-        instead: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Array:
         """Return (n,) seconds from the step's begin at which each piece ends if they take so long.
 
         Args:
             took: (n,) seconds.
             without: pieces that nobody waits for any more.
-            instead: what some pieces need instead of what they needed; all of it comes before them.
         """
         ends = [0.0] * len(self.needs)
         times = np.asarray(took, float).tolist()
-        other = instead or {}
         for number, needs in enumerate(self.needs):
             at = 0.0
-            for need in other.get(number, needs):
+            for need in needs:
                 if ends[need] > at and need not in without:
                     at = ends[need]
             ends[number] = at + times[number]

@@ -138,14 +138,12 @@ class Dashboard:
             if self._started and self._static is None:
                 self._head.value = parts.head(self.title, "running", proof)
 
-    def set_progress(self, step: int, losses: Sequence[float], note: str = "") -> None:
+    def set_progress(self, step: int, losses: Sequence[float]) -> None:
         """Show how far the run has come: the number of finished steps, and the loss of each."""
         with self._lock:
             self._losses, self._step = list(losses), step
             self._bar.value = min(step, self._bar.max)
             self._words.value = parts.progress(step, self.steps, losses)
-            if note:
-                self.timeline.note = note
             if step:
                 self._said(lambda: self._say(step))
 

@@ -50,12 +50,8 @@ class Outline:
         )
 
 
-def merge_outlines(boxes: Iterable[Outline], apart: float = NARROW) -> list[Outline]:
-    """Return the outlines, of which those that follow each other in a row, one of them narrow, are one.
-
-    Args:
-        boxes: in the order of their starts, or of a path.
-        apart: the largest distance in pixels between two that become one.
+def merge_outlines(boxes: Iterable[Outline]) -> list[Outline]:
+    """Return the outlines, in the order of their starts or of a path; of neighbours in a row, narrow ones are one.
 
     >>> slim = [Outline(x, 1, 0, 9) for x in (0, 2, 4)]
     >>> [(box.x, box.width, box.count) for box in merge_outlines([*slim, Outline(40, 20, 0, 9), Outline(60, 20, 0, 9)])]
@@ -65,7 +61,7 @@ def merge_outlines(boxes: Iterable[Outline], apart: float = NARROW) -> list[Outl
     for box in boxes:
         last = found[-1] if found else None
         slim = last is not None and (box.width < NARROW or last.width < NARROW or last.count > 1)
-        if last is None or not slim or box.y != last.y or box.x - last.end > apart:
+        if last is None or not slim or box.y != last.y or box.x - last.end > NARROW:
             found.append(box)
             continue
         width = max(box.end, last.end) - last.x

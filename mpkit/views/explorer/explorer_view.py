@@ -19,7 +19,7 @@ from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.timeline.comparison import compare_timelines
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import slider_names
-from mpkit.views.explorer.explorer import ExplorerSetting
+from mpkit.views.explorer.setting import ExplorerSetting
 from mpkit.views.results.comparison import comparison_svg
 from mpkit.views.theme import STATUS, WHOLE_WORDS
 from mpkit.views.timeline.widget import TimelineView

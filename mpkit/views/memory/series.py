@@ -171,11 +171,11 @@ def held_text(timeline: Timeline, amount: float, like: float = 0) -> str:
     return memory_text(amount, like)
 
 
-def levels_of(timeline: Timeline, highest: float, most: int, like: float = 0) -> list[tuple[float, str]]:
-    """Return at most `most` + 1 round amounts up to the highest, and their words, for an axis; `like` as above."""
+def levels_of(timeline: Timeline, highest: float, most: int) -> list[tuple[float, str]]:
+    """Return at most `most` + 1 round amounts up to the highest, and their words, for an axis."""
     if timeline.clock == "simulated":
         return [(level, f"{level:g}") for level in levels(highest, most)]
-    return memory_levels(highest, most, like)
+    return memory_levels(highest, most)
 
 
 def fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -29,26 +28,20 @@ if TYPE_CHECKING:
     from mpkit.prediction.cost_model.estimate import Estimate
     from mpkit.prediction.experiments.compare import BubbleCurve
     from mpkit.prediction.experiments.scaling import Scaling, ScalingRow
-    from mpkit.timeline.comparison import ComparedStep, Comparison
+    from mpkit.timeline.comparison import Comparison
 
 __all__ = ["advice_chart", "bubble_curve", "bubble_curve_text", "causes", "estimate_chart", "scaling_chart"]
 
 
-def causes(comparison: Comparison, rows: Sequence[ComparedStep] = (), high: float | None = None) -> Chart:
-    """Return where the time of each timeline goes: work and idle time by cause, averaged over ranks.
-
-    Args:
-        comparison: of timelines.
-        rows: those that are drawn; none: all.
-        high: the seconds that the axis covers; None: as many as the longest takes.
-    """
-    rows = rows or comparison.rows
+def causes(comparison: Comparison) -> Chart:
+    """Return where the time of each timeline goes: work and idle time by cause, averaged over ranks."""
+    rows = comparison.rows
     series = [Series("work", [sum(row.work.values()) for row in rows], CAUSE_INKS["work"])]
     series += [
         Series(f"idle: {cause}", [row.idle[cause] for row in rows], CAUSE_INKS[cause]) for cause in CAUSES
     ]
     names = [row.name for row in rows]
-    panel = Panel(series, names, "rows", x=Axis(unit=SECONDS, high=high))
+    panel = Panel(series, names, "rows", x=Axis(unit=SECONDS))
     return Chart("A step's time, averaged over ranks", [panel], str(comparison))
 
 

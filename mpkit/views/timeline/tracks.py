@@ -119,7 +119,8 @@ def _mean_and_most(values: npt.NDArray[Any], unit: str) -> str:
 
 
 MOMENTS = 24_000
-"""The most moments of all ranks together: 1.2 MB, some hundred moments per step and rank in a run of 50 steps."""
+"""The most moments of memory of all ranks together, and as many of GPUs: 1.2 MB, some hundred moments per step and rank
+in a run of 50 steps."""
 
 
 def expected_tracks(ranks: int, *, gpus: bool = False) -> Head:
@@ -138,20 +139,15 @@ def has_tracks(timeline: Timeline) -> bool:
     return bool(len(timeline.held) or len(timeline.device_samples))
 
 
-def pack_tracks(timeline: Timeline, moments: int = MOMENTS) -> tuple[Head, bytes]:
-    """Return the tracks of a timeline: their head and their values.
-
-    Args:
-        timeline: whose memory, and whose GPUs.
-        moments: the most moments of memory of all ranks together, and as many of GPUs; of each stretch of time the
-            highest is kept.
+def pack_tracks(timeline: Timeline) -> tuple[Head, bytes]:
+    """Return the tracks of a timeline: their head and their values; of each stretch of time the highest is kept.
 
     >>> import mpkit as mk
     >>> head, values = pack_tracks(mk.simulate(mk.Plan.gpipe(2, 2)))
     >>> [track["name"] for track in head["tracks"]], len(values) == sum(n for _, n in head["tracks"][0]["ranks"]) * 48
     (['memory'], True)
     """
-    each = max(moments // timeline.world_size, 60)
+    each = max(MOMENTS // timeline.world_size, 60)
     packed = [_pack_memory(timeline, each)] if len(timeline.held) else []
     if len(timeline.device_samples):
         packed += _device_tracks(timeline, max(each // len(TRACKS), 60))
