@@ -19,7 +19,7 @@ import numpy as np
 
 from mpkit.common.launch_folder import Settings, part
 from mpkit.devices.local.gpus import inventory_of
-from mpkit.trace import HEADER, SAMPLE
+from mpkit.trace import SAMPLE
 from mpkit.trace.record.files import RecordFile
 
 __all__ = ["NOT_SAMPLED", "PERIOD", "GpuSampler", "gpus_of", "read_gpu"]
@@ -144,7 +144,7 @@ class GpuSampler:
         while True:
             for gpu, own in files:
                 sample = np.array([(time.monotonic_ns(), *read_gpu(self._nvml, gpu))], SAMPLE).tobytes()
-                for file in [file for file in own if not _write(file, sample)]:
+                for file in [file for file in own if not file.append(sample)]:
                     file.close(1)  # the disk is full: a warning has said so
                     own.remove(file)
             due = max(due + PERIOD, time.monotonic())
@@ -152,13 +152,3 @@ class GpuSampler:
                 break
         for file in (each for _, own in files for each in own):
             file.close(1)
-
-
-def _write(file: RecordFile, sample: bytes) -> bool:
-    """Append a record; return False if there is no room for it."""
-    if file.count >= file.capacity and not file.grow():
-        return False
-    place = HEADER.itemsize + file.size * file.count
-    file.map[place : place + file.size] = sample
-    file.publish(file.count + 1)
-    return True

@@ -49,6 +49,15 @@ class RecordFile:
         self.map[: len(MAGIC[part])] = MAGIC[part]
         os.register_at_fork(after_in_child=_Forget(self))
 
+    def append(self, record: bytes) -> bool:
+        """Write a record; return False if there is no room for it (a full disk, a closed file)."""
+        if self.count >= self.capacity and not self.grow():
+            return False
+        place = HEADER.itemsize + self.size * self.count
+        self.map[place : place + self.size] = record
+        self.publish(self.count + 1)
+        return True
+
     def publish(self, count: int) -> None:
         """Mark the first `count` records as complete."""
         self.count = count

@@ -6,12 +6,12 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpkit.trace import HEADER, SENT_PART
+from mpkit.trace import SENT_PART
 from mpkit.trace.record.files import RecordFile
 
 __all__ = ["SentParts"]
 
-_PACK = struct.Struct("<IIq").pack_into
+_PACK = struct.Struct("<IIq").pack
 
 
 class SentParts:
@@ -33,12 +33,9 @@ class SentParts:
             return
         if self._file is None:
             self._file = RecordFile(self._path, "sent", SENT_PART.itemsize, capacity=256)
-        file = self._file
         for member, nbytes in enumerate(parts):
-            if nbytes and (file.count < file.capacity or file.grow()):
-                at = HEADER.itemsize + SENT_PART.itemsize * file.count
-                _PACK(file.map, at, op, member, nbytes)
-                file.publish(file.count + 1)
+            if nbytes:
+                self._file.append(_PACK(op, member, nbytes))
 
     def close(self, state: int) -> None:
         """Write nothing more."""

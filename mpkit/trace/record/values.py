@@ -8,14 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mpkit.trace import HEADER, VALUE
+from mpkit.trace import VALUE
 from mpkit.trace.attention_work import ATTENDED
 from mpkit.trace.expert_load import ROWS
 from mpkit.trace.record.files import NameFile, RecordFile
 
 __all__ = ["Values"]
 
-_PACK = struct.Struct("<qiIdB7x").pack_into
+_PACK = struct.Struct("<qiIdB7x").pack
 _METRIC, _STOP = 0, 1
 
 
@@ -68,12 +68,7 @@ class Values:
             return
         if self._file is None:
             self._file = RecordFile(self._path, "log", VALUE.itemsize, capacity=256)
-        file, line = self._file, self._names[name]
-        if file.count >= file.capacity and not file.grow():
-            return
-        at = HEADER.itemsize + VALUE.itemsize * file.count
-        _PACK(file.map, at, time.monotonic_ns(), step, line, value, kind)
-        file.publish(file.count + 1)
+        self._file.append(_PACK(time.monotonic_ns(), step, self._names[name], value, kind))
 
     def close(self, state: int) -> None:
         """Log nothing more."""
