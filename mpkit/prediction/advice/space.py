@@ -35,7 +35,7 @@ from mpkit.plan.schedule.catalogue import (
     has_pairs,
 )
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads
+from mpkit.prediction.cost_model.check import can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.workload import Workload
 
@@ -209,7 +209,8 @@ def expert_changes(model: Architecture, offers: Offers, layout: Layout) -> list[
     if not model.experts or "ep" not in offers.axes:
         return found
     inner = layout.cp * layout.tp if offers.inner_experts else 1
-    parts = layout.tp > 1 and not offers.inner_experts and can_divide_experts(model, layout.tp)
+    whole = model.whole_experts or offers.inner_experts or (model.expert_ffn or model.ffn) % layout.tp
+    parts = layout.tp > 1 and not whole
     for ep in divisors(layout.shards * (layout.tp if layout.sequence_parallel else 1))[1:]:
         if model.experts % ep == 0 and ep % inner == 0:
             found.append({"ep": ep, "etp": 1})

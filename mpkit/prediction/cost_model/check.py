@@ -5,6 +5,7 @@ What may be changed of a plan so that it fits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = [
-    "can_divide_experts", "can_divide_heads", "changes", "check_length", "check_plan", "checked_layout",
+    "can_divide_heads", "changes", "check_length", "check_plan", "checked_layout",
 ]  # fmt: skip
 
 UNPRICED = {
@@ -159,16 +160,6 @@ def can_divide_heads(model: Architecture, tp: int, cp: int) -> bool:
     return heads % cp == 0 and (of_keys % cp == 0 or cp % of_keys == 0)
 
 
-def can_divide_experts(model: Architecture, tp: int) -> bool:
-    """Return whether each of tp ranks can have a part of every expert, as tensor parallelism divides an MLP.
-
-    >>> qwen3 = Architecture(94, 4096, 64, experts=128, top_k=8, expert_ffn=1536)
-    >>> [tp for tp in range(2, 65) if can_divide_experts(qwen3, tp) and 64 % tp == 0]
-    [2, 4, 8, 16, 32, 64]
-    """
-    return not model.whole_experts and (model.expert_ffn or model.ffn) % tp == 0
-
-
 def _short(hardware: Hardware) -> str:
     from mpkit.devices.catalogue.machines import device_names
 
@@ -179,37 +170,33 @@ def _short(hardware: Hardware) -> str:
 # ---- where a plan does not fit
 
 
-def changes(plan: Plan, microbatch: int, half: str = "bf16") -> list[tuple[str, dict[str, Any]]]:
-    """Return what may be changed of a plan to save memory: in words, and as fields of the plan.
+def changes(plan: Plan, microbatch: int, half: str = "bf16") -> Iterator[dict[str, Any]]:
+    """Yield what may be changed of a plan to save memory, as fields of the plan.
 
     Args:
         plan: the plan.
         microbatch: samples per micro-batch.
         half: the precision of 16 bits that the device has.
     """
-    options: list[tuple[str, dict[str, Any]]] = []
-    for k in (2, 4, microbatch):
-        if 1 < k <= microbatch and microbatch % k == 0:
-            parts = plan.microbatches * k
-            options.append((f"microbatches={parts}", {"microbatches": parts}))
+    yield from (
+        {"microbatches": plan.microbatches * k}
+        for k in (2, 4, microbatch)
+        if 1 < k <= microbatch and microbatch % k == 0
+    )
     if plan.recompute == "none":
-        options += [(f'recompute="{how}"', {"recompute": how}) for how in ("selective", "every=2", "full")]
+        yield from ({"recompute": how} for how in ("selective", "every=2", "full"))
     elif plan.recompute != "full":
-        options.append(('recompute="full"', {"recompute": "full"}))
+        yield {"recompute": "full"}
     if plan.precision == "full":
-        options.append((f'precision="{half}"', {"precision": half}))
+        yield {"precision": half}
     if plan.dp * plan.cp > 1:
-        options += [(f"zero={stage}", {"zero": stage}) for stage in range(plan.zero + 1, 4)]
+        yield from ({"zero": stage} for stage in range(plan.zero + 1, 4))
     if plan.dp_shard:
-        options.append(("dp_shard=None", {"dp_shard": None}))
+        yield {"dp_shard": None}
     if plan.tp > 1 and not plan.sequence_parallel:
-        options.append(("sequence_parallel=True", {"sequence_parallel": True}))
+        yield {"sequence_parallel": True}
     if plan.dp % 2 == 0:
-        fewer = {"dp": plan.dp // 2}
-        options += [
-            (f"tp={2 * plan.tp}, dp={plan.dp // 2}", {"tp": 2 * plan.tp, **fewer}),
-            (f"pp={2 * plan.pp}, dp={plan.dp // 2}", {"pp": 2 * plan.pp, **fewer}),
-        ]
+        yield {"tp": 2 * plan.tp, "dp": plan.dp // 2}
+        yield {"pp": 2 * plan.pp, "dp": plan.dp // 2}
     if plan.offload == "none":
-        options.append(('offload="optimizer"', {"offload": "optimizer"}))
-    return options
+        yield {"offload": "optimizer"}

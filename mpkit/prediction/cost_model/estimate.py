@@ -222,12 +222,13 @@ class Estimate(Workload, DrawnResult, Answer):
 
     def _changed_plans(self, plan: Plan) -> Iterator[Remedy]:
         """Yield the plans that differ from one in one thing."""
-        for change, values in changes(plan, self.layout.microbatch, self.hardware.device.half):
+        for values in changes(plan, self.layout.microbatch, self.hardware.device.half):
             if "precision" in values and self.stack.name not in FOLLOW:
                 continue
             with suppress(ValueError):  # this plan or batch cannot be changed so
                 changed = change_plan(plan, **values)
-                yield Remedy(changed, change, self._changed(changed, self.global_batch))
+                words = (f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in values.items())
+                yield Remedy(changed, ", ".join(words), self._changed(changed, self.global_batch))
 
     def _changed(self, plan: Plan, batch: int) -> Estimate:
         """Return the estimate of another plan or batch, otherwise as this one."""
