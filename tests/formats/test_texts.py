@@ -263,7 +263,7 @@ BOMBS: dict[str, tuple[str, str]] = {
 def test_bombs(what: str) -> None:
     text, says = BOMBS[what]
     with pytest.raises(ValueError, match=says) as caught:
-        Plan.read(text if what != "a list for a word" else {"--data-parallel-sharding-strategy": [1]})
+        Plan.read(text)
     assert len(str(caught.value)) < 2_000
 
 
