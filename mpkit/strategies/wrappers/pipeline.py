@@ -24,6 +24,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data.microbatch import batch_size, part, signature, split
 from mpkit.strategies.job.feed import MicroBatch
@@ -107,10 +108,7 @@ def pipeline(
         pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n,
         virtual_stages=virtual_stages, recompute=recompute, cut=cut,
     )  # fmt: skip
-    proof = None
-    if checked_prove("mk.pipeline", prove):
-        of_all = Ranks("mk.pipeline", comm.ranks, comm.handle)
-        proof = LoopProof("mk.pipeline", of_all, PlainModule(copy_model(module), loss=loss), prove)
+    proof = _begin_proof(module, comm, loss, prove)
     broadcast_all(comm, module)
     return PipelineParallel(context, _divide(module, example, plan, loss, context), proof)
 
@@ -122,6 +120,14 @@ def _check(module: Any, loss: Any) -> None:
             f"mk.pipeline(loss={loss!r}): the last stage computes the loss, so it is needed here: "
             "loss=torch.nn.functional.cross_entropy, or any loss(outputs, targets) -> scalar"
         )
+
+
+def _begin_proof(module: nn.Module, comm: Communicator, loss: Any, steps: int) -> LoopProof | None:
+    """Return the proof of the first steps, with a copy of the whole module; None if there are none."""
+    if not checked_prove("mk.pipeline", steps):
+        return None
+    ranks = Ranks("mk.pipeline", comm.ranks, comm.handle)
+    return LoopProof("mk.pipeline", ranks, PlainModule(copy_model(module), loss=loss), steps)
 
 
 def _divide(module: nn.Module, example: Any, plan: Plan, loss: Any, context: Context) -> TrainJob:
