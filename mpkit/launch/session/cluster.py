@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from mpkit.launch.session.run import Run
     from mpkit.launch.torchrun import Launcher
     from mpkit.plan.plan import Plan
-    from mpkit.strategies.prepare.prepare import TrainJob
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace import Trace
 
@@ -327,10 +326,11 @@ class Cluster:
         timeout = check_timeout(timeout)
         with self._instead_of_earlier(), self._shown_ahead(show, plan, steps) as board:
             self._imports.join()
+            from mpkit.launch.session.launched_cluster import agree_on_job
             from mpkit.launch.session.run import Run
             from mpkit.strategies.prepare.prepare import prepare
 
-            job = self._agree_on_job(lambda: prepare(
+            job = agree_on_job(self._session, lambda: prepare(
                 model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", gpu=self._last_gpu,
                 loss=loss, optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, verify=verify,
                 lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, every=every,
@@ -373,21 +373,6 @@ class Cluster:
         except BaseException:
             board.withdraw()
             raise
-
-    def _agree_on_job(self, make_job: Callable[[], TrainJob]) -> TrainJob:
-        """Return the job; under a launcher, once all processes have found that they ask for the same.
-
-        Warn if the plan's features work against each other, or if tensor parallelism spans nodes.
-        """
-        from mpkit.strategies.prepare.prepare import warn_if_unwise
-
-        if self._session is None:
-            job = make_job()
-            warn_if_unwise(job.plan)
-            return job
-        from mpkit.launch.session.launched_cluster import agree_on_job
-
-        return agree_on_job(self._session, make_job)
 
     def launch(
         self, fn: Callable[..., Any], args: tuple[Any, ...], *, timeout: float | None = None,

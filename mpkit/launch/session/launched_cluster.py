@@ -29,14 +29,18 @@ CLEAR = "\r\x1b[K"
 """Moves to the beginning of a terminal's line and empties it."""
 
 
-def agree_on_job(launcher: Launcher, make_job: Callable[[], TrainJob]) -> TrainJob:
-    """Return the job once all processes have found that they ask for the same.
+def agree_on_job(launcher: Launcher | None, make_job: Callable[[], TrainJob]) -> TrainJob:
+    """Return the job; under a launcher, once all processes have found that they ask for the same.
 
-    Which steps are drawn to be verified, rank 0 decides. Warn, in rank 0's process, if the plan's features work against
-    each other, or if tensor parallelism spans nodes.
+    Which steps are drawn to be verified, rank 0 decides. Warn if the plan's features work against each other, and in
+    rank 0's process if tensor parallelism spans nodes.
     """
     from mpkit.strategies.prepare.prepare import warn_if_unwise
 
+    if launcher is None:
+        job = make_job()
+        warn_if_unwise(job.plan)
+        return job
     job = launcher.same("this training", make_job, _facts_in_common)
     job = replace(job, how=replace(job.how, verified=tuple(launcher.tell(job.how.verified)[0])))
     plan, nodes = job.plan, launcher.nodes
