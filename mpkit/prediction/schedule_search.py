@@ -112,19 +112,9 @@ def search_schedule(
     Named: naive 45
     Too large: gpipe 5, 1f1b 3, zb_h1 3, zb_h2 5
     """
-    given: object = plan
-    if not isinstance(given, Plan) or given.dp > 1:
-        raise ValueError(
-            f"search_schedule({plan!r}): the order of a pipeline's actions is searched: give a Plan with stages and "
-            'micro-batches, such as Plan.pipeline("1f1b", 4, 8)'
-        )
-    f, i, w = (
-        by_stage(name, value, plan.stages)
-        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
-    )
-    caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
-    costs = ActionCosts(f, i, w, time_of("hop", hop), caps)
-    slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
+    costs = _costs(plan, forward, input_grad, weight_grad, hop, max_live)
+    f, caps = costs.f, list(costs.max_live)
+    slots = {"F": f, "I": costs.i, "W": costs.w, "B": whole_backward(backward, costs.i, costs.w)}
     k = every(plan.recompute)
     again = [time / k for time in f] if k else []  # by stage, the seconds of a forward before its backward
 
@@ -149,6 +139,25 @@ def search_schedule(
     best = _plan_of(shortest, plan)
     timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
     return FoundSchedule(best, timeline, shortest.seconds, named_times, too_large, caps, at_least)
+
+
+def _costs(
+    plan: Plan, forward: Times, input_grad: Times, weight_grad: Times, hop: float,
+    max_live: float | Sequence[float] | None,
+) -> ActionCosts:  # fmt: skip
+    """Check the arguments and return them as `ActionCosts`."""
+    given: object = plan
+    if not isinstance(given, Plan) or given.dp > 1:
+        raise ValueError(
+            f"search_schedule({plan!r}): the order of a pipeline's actions is searched: give a Plan with stages and "
+            'micro-batches, such as Plan.pipeline("1f1b", 4, 8)'
+        )
+    f, i, w = (
+        by_stage(name, value, plan.stages)
+        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
+    )
+    caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
+    return ActionCosts(f, i, w, time_of("hop", hop), caps)
 
 
 SEARCHED = "searched"

@@ -18,7 +18,7 @@ fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.strategies.prepare.prepare import warn_if_unwise
-from mpkit.trace import Trace
+from mpkit.trace import RankTrace, Trace
 
 __all__ = ["trace_fake"]
 
@@ -95,6 +95,13 @@ def trace_fake(
         raise ValueError(played)
     # ---- mirror
     records, stands_for, meta = played
+    return _mirror(records, stands_for, meta, plan, machine)
+
+
+def _mirror(
+    records: Mapping[int, RankTrace], stands_for: Sequence[int], meta: Mapping[str, Any], plan: Plan, machine: Hardware
+) -> Trace:  # fmt: skip
+    """Give every rank the records of the one that does the same; the meta says which ranks were played."""
     mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in records.items()}
     fake = {
         "played": sorted(records),
