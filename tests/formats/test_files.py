@@ -70,6 +70,11 @@ FILES = {
         "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 1\n",
         "accelerate", Plan(dp=4, zero=1, precision="bf16", bucket_mb=SPEED / 2),
     ),
+    "layers of a stage": (
+        f"{RUN} --global-batch-size 16 --pipeline-model-parallel-size 4 --num-layers 32 "
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "megatron", megatron(pp=4, dp=2, schedule="interleaved_1f1b", microbatches=8, virtual_stages=4),
+    ),
     "settings without FSDP": ("gradient_checkpointing: true\nfsdp_config:\n  min_num_params: 0\n  version: 2\n",
                               "trainer", Plan(recompute="full")),
 }  # fmt: skip
@@ -89,7 +94,7 @@ REJECTED = {
         "distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: cpu\n  zero_stage: 2\n", "",
         "gathered layer by layer, in stage 3",
     ),
-    "layers per stage": (f"{RUN} --num-layers-per-virtual-pipeline-stage 2", "", "--num-virtual-stages-per-pipeline-r"),
+    "layers per stage": (f"{RUN} --num-layers-per-virtual-pipeline-stage 2", "", "needs --num-layers, a multiple of"),
     "ranks that nothing says": (f"python {RUN[28:]} --tensor-model-parallel-size 2", "", r"Plan.read\(..., ranks=8\)"),
     "a branch": (f"if [ -f a ]; then\n A=--bf16\nfi\n{RUN}", "", "--bf16 = 'true, where a test or a loop decides"),
     "GPT-NeoX": ('{"train_micro_batch_size_per_gpu": 4, "model_parallel_size": 2}', "",

@@ -129,6 +129,7 @@ FSDP = FormatCode(python_code(_fsdp_module, {}), _finish_fsdp)
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
 BUCKET = "--ddp-bucket-size"
+LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 
 def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields:
@@ -145,6 +146,14 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
             f"--nproc-per-node={inner}"
         )
     fields["dp"] = dp = ranks // inner
+    if LAYERS_PER_STAGE in values:
+        each = fields.get("pp", 1) * number_of(values[LAYERS_PER_STAGE])
+        fields["virtual_stages"], rest = divmod(number_of(values.get("--num-layers", 1)), each)
+        if rest:
+            raise ValueError(
+                f"megatron: {LAYERS_PER_STAGE}={values[LAYERS_PER_STAGE]} needs --num-layers, a multiple of {each}, the "
+                "layers of a stage on each pipeline rank; or --num-virtual-stages-per-pipeline-rank=2"
+            )
     fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
     if "--overlap-moe-expert-parallel-comm" in values:
         fields["schedule"] = OVERLAPPED_1F1B
