@@ -161,7 +161,7 @@ def steps_of_a_gpt(ctx: Any, kind: str) -> str:
     if kind == "pipeline":
         model: Any = mk.pipeline(module, example=(ids, ids), loss=of_tokens, prove=2)
     else:
-        model = proved(partial(mk.tensor_parallel, sequence=kind == "sequence"), module, 2)
+        model = proved(mk.tensor_parallel, module, 2)
     updates = adamw(model.parameters())
     for _ in range(3):
         updates.zero_grad()
@@ -173,7 +173,7 @@ def steps_of_a_gpt(ctx: Any, kind: str) -> str:
     return str(model._proof.line)
 
 
-@pytest.mark.parametrize("kind", ["width", "sequence", "pipeline"])
+@pytest.mark.parametrize("kind", ["width", "pipeline"])
 def test_divided_layers_and_stages_are_compared_with_their_random_numbers(
     clusters: Clusters, kind: str
 ) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "is_ours",
     "parameter_hooks",
     "register",
-    "with_backward_hooks",
 ]  # fmt: skip
 
 AROUND_FORWARD = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
@@ -98,14 +97,6 @@ def backward_hooks(model: nn.Module) -> list[Hook]:
         for name, module in model.named_modules()
         for kind, function in _hooks(module, AROUND_BACKWARD)
     ]
-
-
-def with_backward_hooks(model: nn.Module) -> dict[str, Hook]:
-    """Return the first backward hook of each module that has one, by the module's name."""
-    by_module: dict[str, Hook] = {}
-    for hook in backward_hooks(model):
-        by_module.setdefault(hook.where, hook)
-    return by_module
 
 
 def parameter_hooks(model: nn.Module) -> list[Hook]:

@@ -115,14 +115,8 @@ def installed_modules(model: nn.Module | None) -> list[str]:
     """
     if model is None:
         return []
-    places = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
-    return [name for name in names if name.partition(".")[0] not in WARM and _is_within(name, places)]
-
-
-def _is_within(name: str, places: set[Path]) -> bool:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and not places.isdisjoint(Path(file).resolve().parents)
+    return [name for name in names if name.partition(".")[0] not in WARM and is_installed(name)]
 
 
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]

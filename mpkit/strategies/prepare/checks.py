@@ -36,7 +36,7 @@ from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.hooks import backward_hooks, hook_name, parameter_hooks
-from mpkit.strategies.replicas.batchnorm import batch_norms, has_own_forward
+from mpkit.strategies.replicas.batchnorm import batch_norms
 
 __all__ = [
     "CHECKS", "Check", "Task", "check_global_hooks", "find_overlap", "find_rejection", "find_shared_memory",
@@ -250,13 +250,6 @@ def check_batchnorms(resolved: ResolvedPlan, task: Task) -> str | None:
             "training does. What works: microbatches=1; a norm that looks at single samples, such as nn.GroupNorm; or, "
             "if other statistics are meant, batchnorm='local' in the Plan."
         )
-    for name, norm in norms.items():
-        if has_own_forward(norm):
-            return (
-                f"{plan}: the statistics of BatchNorms are to be over the whole batch, and {name} is a "
-                f"{type(norm).__name__}, whose forward is its own and sees its rank's share only. Either "
-                "batchnorm='local' in the Plan, each rank's own statistics, or one of torch.nn's in its place."
-            )
     sizes = [batch_size(inputs) for inputs, _ in batches]
     i = min(range(len(sizes)), key=lambda i: sizes[i])
     if norms and sizes[i] < plan.dp:
@@ -318,13 +311,12 @@ def check_state_hooks(_: ResolvedPlan, task: Task) -> str | None:
     ]
     if not hooks:
         return None
-    state, plain = model.state_dict(keep_vars=True), dict[str, Tensor]()
+    state = model.state_dict(keep_vars=True)
+    plain: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        begin = f"{prefix}." if prefix else ""
         kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        plain |= {
-            f"{begin}{key}": value for key, value in (module._parameters | kept).items() if value is not None
-        }
+        held = ((k, value) for k, value in (module._parameters | kept).items() if value is not None)
+        plain |= {f"{prefix}.{key}".removeprefix("."): value for key, value in held}
     changed = [key for key in state.keys() | plain.keys() if state.get(key) is not plain.get(key)]
     changed = [key for key in changed if not key.endswith("_extra_state")]
     if not changed:

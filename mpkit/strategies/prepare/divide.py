@@ -14,8 +14,8 @@ from math import prod
 
 from torch import nn
 
-from mpkit.strategies.partition.graph import CallNode, Division, Graph, PartitionedModel
-from mpkit.strategies.partition.value import Route, Spec
+from mpkit.strategies.partition.graph import Division, Graph, PartitionedModel
+from mpkit.strategies.partition.value import Route
 from mpkit.strategies.prepare.blocks import PartitionChoice
 
 __all__ = ["assign_weights", "divide"]
@@ -62,6 +62,10 @@ def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool =
 def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
     """Return the stage that runs each node."""
     maker = {number: k for k, node in enumerate(graph.nodes) for number in node.made_values}
+
+    def nbytes(number: int) -> int:
+        return prod(graph.specs[number].shape) * graph.specs[number].dtype.itemsize
+
     # ---- blocks, and the earliest stage that can run each operation
     earliest: list[int] = []
     for k, node in enumerate(graph.nodes):
@@ -78,27 +82,13 @@ def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
             latest = min(
                 (s for number in node.made_values for s in users.get(number, ())), default=earliest[k]
             )
-            if latest > earliest[k] and _received_bytes(graph, node, users, latest) <= _sent_bytes(
-                graph, node
-            ):
+            # what that stage receives for it, besides what it receives anyway
+            missing = {number for number in node.arguments if latest not in users.get(number, ())}
+            if latest > earliest[k] and sum(map(nbytes, missing)) <= sum(map(nbytes, node.made_values)):
                 placed[k] = latest
         for number in node.arguments:
             users.setdefault(number, []).append(placed[k])
     return placed
-
-
-def _received_bytes(graph: Graph, node: CallNode, users: dict[int, list[int]], stage: int) -> int:
-    """Return the bytes that a stage must receive to run the node, besides what it receives anyway."""
-    missing = {number for number in node.arguments if stage not in users.get(number, ())}
-    return sum(_nbytes(graph.specs[number]) for number in missing)
-
-
-def _sent_bytes(graph: Graph, node: CallNode) -> int:
-    return sum(_nbytes(graph.specs[number]) for number in node.made_values)
-
-
-def _nbytes(spec: Spec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize
 
 
 def assign_weights(

@@ -19,7 +19,7 @@ from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.data.microbatch import Value
-from mpkit.strategies.models.hooks import with_backward_hooks
+from mpkit.strategies.models.hooks import backward_hooks
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.prepare.blocks import PartitionChoice, check_alike, choose, cut_blocks
@@ -86,7 +86,7 @@ def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: the model itself is such a module.
     """
-    hooks = with_backward_hooks(model)
+    hooks = {hook.where: hook for hook in backward_hooks(model)}
     if "" in hooks:
         raise ValueError(
             f"The model cannot be cut: {hooks['']} sees the gradients of its inputs and outputs, which are on "

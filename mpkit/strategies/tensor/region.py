@@ -84,6 +84,19 @@ def is_weight(layer: object) -> bool:
     return isinstance(layer, nn.Parameter) and layer.dim() > 1
 
 
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """Return a module's first argument, or the one that transformers' models call by this name; "" if by position."""
+    key = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+    return key, args[0] if args else kwargs.get(key)
+
+
+def with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: str, x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with another first one."""
+    return (args, kwargs | {key: x}) if key else ((x, *args[1:]), kwargs)
+
+
 class RegionAtWork:
     """One region on one rank, whose modules hold its local weights already.
 
@@ -137,12 +150,8 @@ class RegionAtWork:
         """Pass x through f: the first argument, or the one of that name; and the region's further inputs."""
         if self._has_row:
             args, kwargs = self._further(entry, args, kwargs)
-        if args and isinstance(args[0], Tensor):
-            return (self._begin_region(entry, args[0]), *args[1:]), kwargs
-        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), None)
-        if name is None or not isinstance(kwargs[name], Tensor):
-            return None
-        return args, kwargs | {name: self._begin_region(entry, kwargs[name])}
+        key, x = first_argument(args, kwargs)
+        return with_first(args, kwargs, key, self._begin_region(entry, x)) if isinstance(x, Tensor) else None
 
     def _further(
         self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -151,8 +160,7 @@ class RegionAtWork:
         region = self._region
         assert region is not None
         names = list(inspect.signature(type(entry).forward).parameters)[1:]
-        first = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
-        known = {*region.apart, first}
+        known = {*region.apart, first_argument(args, kwargs)[0]}
         given = [*zip(names[1:], args[1:], strict=False), *kwargs.items()]
         entered: dict[str, Any] = {}
         for name, value in given:
@@ -258,14 +266,14 @@ def divide_sequence(model: nn.Module, group: Communicator, draws: OwnDraws, firs
     draws.spans.insert(0, ForwardSpan(name, first, last))  # regions are inside
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-        x = scatter(group, args[0] if args else kwargs[key])
+        key, x = first_argument(args, kwargs)
+        x = scatter(group, x)
         if module.training:
             draws.begin(name, x.device)
-        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {key: x})
+        return with_first(args, kwargs, key, x)
 
     def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+        x = first_argument(args, kwargs)[1]
         if isinstance(x, Tensor) and x.dim() > 1:
             draws.tokens[name] = tuple(x.shape[:2])
 

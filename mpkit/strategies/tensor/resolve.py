@@ -198,6 +198,15 @@ def _check_region(region: Region, names: Names, t: int) -> None:
     assert heads is None or isinstance(heads, int)
     if heads is not None:
         _enough(heads, t, f"{region.entry} has", "heads (or groups of heads, where some share a key)")
+
+    def whole_heads(name: str, count: int, what: str, sections: int = 1) -> None:
+        share = sections * (heads or 1)
+        if count % share:
+            raise ValueError(
+                f"{where}: {name} has {count} {what}, which {heads or 'no'} heads and sections="
+                f"{region.sections} do not make: {count} is no multiple of {share}"
+            )
+
     for name in region.column:
         layer = names[name]
         if not (is_linear(layer) or is_weight(layer)) or is_weight(layer) != is_weight(
@@ -207,12 +216,7 @@ def _check_region(region: Region, names: Names, t: int) -> None:
                 f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer"
             )
         outputs = widths(layer)[1]
-        share = sum(region.sections) * (heads or 1)
-        if outputs % share:
-            raise ValueError(
-                f"{where}: {name} has {outputs} outputs, which {heads or 'no'} heads and sections="
-                f"{region.sections} do not make: {outputs} is no multiple of {share}"
-            )
+        whole_heads(name, outputs, "outputs", sum(region.sections))
         _enough(outputs // sum(region.sections) * min(region.sections), t, f"{name} has", "outputs")
     for name in region.local:
         count = getattr(names[region.entry], name, None)
@@ -226,17 +230,9 @@ def _check_region(region: Region, names: Names, t: int) -> None:
             raise ValueError(
                 f"{where}: {region.row} is a {_kind(layer)}: what is divided by rows is a linear layer"
             )
-        inputs = widths(layer)[0]
-        if heads and inputs % heads:
-            raise ValueError(f"{where}: {region.row} has {inputs} inputs, no multiple of {heads} heads")
-
+        whole_heads(region.row, widths(layer)[0], "inputs")
     for name in region.per_head:
-        last = names[name].shape[-1]
-        if heads is None or last % heads:
-            raise ValueError(
-                f"{where}: per_head={region.per_head}: the last dimension of {name} is {last}, which is not that of "
-                f"{heads or 'no'} heads"
-            )
+        whole_heads(name, names[name].shape[-1], "in its last dimension")
 
 
 def _check_embedding(name: str, layer: nn.Module, t: int) -> None:

@@ -10,17 +10,16 @@ Nothing is sent: each rank starts from the whole model, and takes its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.models.own_draws import OwnDraws, TokenDraws
-from mpkit.strategies.models.randomness import may_draw
+from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.stage.shard import Shard, ShardedModel, evenly
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.operators import gather_features
@@ -38,7 +37,6 @@ from mpkit.strategies.tensor.vocabulary import DividedLogits, divide_embedding
 __all__ = [
     "ShardedModel",
     "Shards",
-    "divide_module",
     "localize",
     "partial_sums",
     "shard_model",
@@ -281,28 +279,3 @@ def _divide_vocabulary(
     vocabulary = tuple(evenly(shard.whole[shard.dim], group.size))
     logits = partial(DividedLogits.make, group, vocabulary)
     RegionAtWork(group, plan.head, head, {head: logits}, None, OwnDraws(), sequence=False, overlap=overlap)
-
-
-def divide_module(
-    model: nn.Module, group: Communicator, plan: TensorPlan | None, *, sequence: bool, overlap: bool
-) -> None:
-    """Shard a model in place for a loop of the user's own, where nothing else sums gradients; see `shard_model`."""
-    sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
-    if sequence and may_draw(model):
-        model.forward = _with_draws(model.forward, sharded.draws)
-    for name, parameter in model.named_parameters():
-        if name in sharded.partial and parameter.requires_grad:
-            parameter.register_hook(partial(_sum, group))
-
-
-def _with_draws(inner: Callable[..., Any], draws: OwnDraws) -> Callable[..., Any]:
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with TokenDraws(draws):
-            return inner(*args, **kwargs)
-
-    return forward
-
-
-def _sum(group: Communicator, gradient: Tensor) -> Tensor:
-    return group.all_reduce(gradient.clone())

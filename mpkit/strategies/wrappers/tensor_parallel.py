@@ -24,7 +24,7 @@ from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.shards import divide_module, shards_of
+from mpkit.strategies.tensor.shards import shard_model, shards_of
 from mpkit.strategies.wrappers.divided import DividedModule, mark_divided
 from mpkit.strategies.wrappers.wrapper import Group, HeldParameters, check_module, ranks_for
 
@@ -109,8 +109,6 @@ def tensor_parallel(
     plan: TensorPlan | None = None,
     *,
     group: Group = None,
-    sequence: bool = False,
-    overlap: bool = True,
 ) -> TensorParallel:
     """Divide each layer of a module over the ranks, which then compute together what it computed on one.
 
@@ -138,8 +136,6 @@ def tensor_parallel(
         plan: what to divide; None for `mk.tensor.find_tensor_plan(module)`.
         group: the ranks that share the module: a communicator, torch's process group, or a DeviceMesh of one axis; None
             for all. `mk.ddp(mk.tensor_parallel(module, group=tp), group=dp)` is a mesh of both.
-        sequence: divide what is between regions by sequence.
-        overlap: sum gradients of inputs while those of weights are computed.
 
     Returns:
         The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank, and
@@ -155,8 +151,11 @@ def tensor_parallel(
     shards: list[dict[str, Shard]] = [{}]
     if comm.size > 1:
         plan = find_tensor_plan(module) if plan is None else plan
-        resolved = check(module, comm.size, plan, sequence=sequence)
+        resolved = check(module, comm.size, plan)
         of_ranks = [shards_of(module, FakeGroup(comm.size, i), resolved) for i in range(comm.size)]
         shards = [each.found for each in of_ranks]
-    divide_module(module, comm, plan, sequence=sequence, overlap=overlap)
+    partial_sums = shard_model(module, comm, plan).partial
+    for name, parameter in module.named_parameters():
+        if name in partial_sums and parameter.requires_grad:
+            parameter.register_hook(lambda gradient: comm.all_reduce(gradient.clone()))
     return TensorParallel(module, shards, comm)
