@@ -13,7 +13,6 @@ transforms keeps.
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -26,10 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
+from mpkit.plan.kinds import whole
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, signature
 from mpkit.strategies.models.randomness import preserve_random_state, seed_of
 
-__all__ = ["Batches", "SampleDraws", "as_value"]
+__all__ = ["Batches", "SampleDraws", "as_value", "check_integer"]
 
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LEAVES = (str, bytes, int, float, type, Tensor, nn.Parameter, np.ndarray, *KINDS)
@@ -147,13 +147,11 @@ class Batches:
     ) -> None:
         self.dataset = dataset
         self.samples = _check_dataset(dataset)
-        self.batch_size = _check_integer("batch_size", batch_size, 1)
+        self.batch_size = check_integer("batch_size", batch_size, 1)
         self.shuffle = bool(shuffle)
-        self.seed = _check_integer("seed", seed, 0)
-        if self.seed > 2**62:
-            raise ValueError(f"seed={seed!r}: a seed is at most 2**62, since each epoch counts on from it")
+        self.seed = check_integer("seed", seed, 0)
         self.drop_last = bool(drop_last)
-        self.num_workers = _check_integer("num_workers", num_workers, 0)
+        self.num_workers = check_integer("num_workers", num_workers, 0)
         self._order: tuple[int, list[int]] = (-1, [])  # the last epoch used, and its order
         if not len(self):
             raise ValueError(
@@ -187,7 +185,7 @@ class Batches:
         Raises:
             ValueError: the step is negative.
         """
-        step = _check_integer("step", step, 0)
+        step = check_integer("step", step, 0)
         epoch, number = divmod(step, len(self))
         if self._order[0] != epoch:
             self._order = epoch, self._order_of(epoch)
@@ -317,13 +315,17 @@ def _check_dataset(dataset: Any) -> int:
     return samples
 
 
-def _check_integer(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name}={value!r}: {name} is a whole number, {least} or more")
+def check_integer(name: str, value: Any, least: int, good: int | None = None, most: int = 2**62) -> int:
+    """Return a whole number in these bounds as an int.
+
+    Raises:
+        ValueError: it is none; `good` is one that works.
+    """
+    number, such = whole(value), "" if good is None else f", such as {name}={good}"
+    if number is None or number < least:
+        raise ValueError(f"{name}={value!r:.80}: {name} is a whole number, {least} or more{such}")
+    if number > most:
+        raise ValueError(f"{name}={value!r:.80}: {name} is at most {most:,}{such}")
     return number
 
 

@@ -38,7 +38,6 @@ from mpkit.strategies.data.microbatch import (
     split,
 )
 from mpkit.trace import Kind
-from mpkit.trace.record.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpkit.strategies.job.job import TrainJob
@@ -134,13 +133,14 @@ class Feed:
         self._needed = needed
         self._parts_of_step: Parts = {}
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
-        steps = range(job.how.first_step, job.how.steps)
-        self._loader = Loader(self._source, self._wanted_parts, steps, context.record)
+        self._order, self._record = range(job.how.first_step, job.how.steps), context.record
+        self._steps = _Steps(self._source, self._wanted_parts)
+        self._read: Iterator[Parts] | None = None  # by workers
 
     def take(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
         # ---- load
-        self._parts_of_step = self._loader.load(step) if self._needed else {}
+        self._parts_of_step = self._load_parts(step) if self._needed else {}
         # ---- split
         size = self._source.size(step)
         microbatches = []
@@ -159,13 +159,31 @@ class Feed:
         return microbatches
 
     def close(self) -> None:
-        """End the loader after the last step."""
-        self._loader.close()
+        """End the workers after the last step."""
+        self._read = None
 
     def _wanted_parts(self, step: int) -> list[slice]:
         """Return the parts of a step's batch that this rank takes."""
         size = self._source.size(step)
         return [share(start, end, self._place, self._n) for start, end in split(size, min(self._m, size))]
+
+    def _load_parts(self, step: int) -> Parts:
+        """Read what this rank takes of a step's batch, or wait for the workers that do."""
+        op = self._record.begin(Kind.DATA, "data") if self._source.loads else -1
+        if self._source.num_workers and self._read is None:
+            loader = DataLoader(
+                self._steps, batch_size=None, sampler=self._order, num_workers=self._source.num_workers,
+                collate_fn=_as_they_are, multiprocessing_context="fork", worker_init_fn=_die_with_the_rank,
+                generator=torch.Generator().manual_seed(0),
+            )  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads do not survive a fork
+                self._read = iter(loader)
+        parts = self._steps[step] if self._read is None else next(self._read)
+        if self._source.loads:
+            nbytes = sum(t.nbytes for x, y in parts.values() for t in (*leaves(x), *leaves(y)))
+            self._record.end(op, nbytes=nbytes)
+        return parts
 
     def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
         inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]
@@ -193,51 +211,6 @@ def _shapes(key: Hashable) -> str:
 
 Parts = dict[tuple[int, int, int], tuple[Value, Value]]
 """(inputs, targets) by their position in the batch: (start, stop, stride)."""
-
-
-class Loader:
-    """This rank's parts of each step's batch, in the order of the steps.
-
-    Args:
-        source: source of the batches.
-        wanted: returns which parts of a step's batch this rank takes.
-        steps: the steps that there will be.
-        record: this rank's recorder.
-    """
-
-    def __init__(
-        self, source: BatchSource, wanted: Callable[[int], list[slice]], steps: range, record: Recorder
-    ) -> None:
-        self._steps = _Steps(source, wanted)
-        self._order = steps
-        self._record, self._records = record, source.loads
-        self._workers = source.num_workers
-        self._read: Iterator[Parts] | None = None
-
-    def load(self, step: int) -> Parts:
-        """Return what the rank takes of this step's batch."""
-        op = self._record.begin(Kind.DATA, "data") if self._records else -1
-        parts = self._next_parts() if self._workers else self._steps[step]
-        if self._records:
-            nbytes = sum(t.nbytes for x, y in parts.values() for t in (*leaves(x), *leaves(y)))
-            self._record.end(op, nbytes=nbytes)
-        return parts
-
-    def close(self) -> None:
-        """End the workers."""
-        self._read = None
-
-    def _next_parts(self) -> Parts:
-        if self._read is None:
-            loader = DataLoader(
-                self._steps, batch_size=None, sampler=self._order, num_workers=self._workers,
-                collate_fn=_as_they_are, multiprocessing_context="fork", worker_init_fn=_die_with_the_rank,
-                generator=torch.Generator().manual_seed(0),
-            )  # fmt: skip
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # threads do not survive a fork
-                self._read = iter(loader)
-        return next(self._read)
 
 
 class _Steps(Dataset[Parts]):

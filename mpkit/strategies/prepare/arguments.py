@@ -13,12 +13,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from mpkit.common.exceptions import one_line
 from mpkit.plan.axes import AXES
-from mpkit.plan.kinds import real, whole
+from mpkit.plan.kinds import real
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.strategies.compute.stage_forward import measure_scores
-from mpkit.strategies.data.batches import Batches
+from mpkit.strategies.data.batches import Batches, check_integer
 from mpkit.strategies.data.microbatch import batch_size, part
 from mpkit.strategies.job.job import EvaluationData
 from mpkit.strategies.loss.counted import as_pair
@@ -26,7 +26,7 @@ from mpkit.strategies.prepare.batches import is_stream, take_batches
 from mpkit.strategies.stage.stage import call
 
 __all__ = [
-    "TrainOptions", "a_kind_of", "check_ema", "check_integers", "check_loss", "check_model", "check_on_step",
+    "TrainOptions", "a_kind_of", "check_ema", "check_loss", "check_model", "check_on_step",
     "check_plan", "check_surroundings", "check_update", "take_evaluation",
 ]  # fmt: skip
 
@@ -69,9 +69,6 @@ class TrainOptions(TypedDict, total=False):
     verify: Any
 
 
-MOST_STEPS = 2**31 - 1
-MOST_SEED = 2**62
-SEED_WHY = " (torch's generators hold 64 bits, and each rank and step has a seed of its own that is counted on from it)"
 ADAM = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 CROSS_ENTROPY = "loss=torch.nn.functional.cross_entropy"
 
@@ -134,30 +131,6 @@ def check_plan(plan: Any, ranks: int) -> None:
             f"{plan}: the schedule splits its backward ({split}), and DP lends parameters for a whole one: write B for "
             f"I and W, as in {Action('B', split.stage, split.microbatch)}"
         )
-
-
-def check_integers(steps: Any, seed: Any) -> tuple[int, int]:
-    """Return steps, at least 1, and seed as Python integers.
-
-    Raises:
-        ValueError: they are not integers, or are out of range.
-    """
-    checked = []
-    for name, value, least, most, good in (
-        ("steps", steps, 1, MOST_STEPS, 3),
-        ("seed", seed, 0, MOST_SEED, 0),
-    ):
-        number = whole(value)
-        if number is None or number < least:
-            raise ValueError(
-                f"{name}={value!r}: {name} is a whole number, {least} or more, such as {name}={good}"
-            )
-        if number > most:
-            raise ValueError(
-                f"{name}={value!r}: {name} is at most {most:,}{SEED_WHY * (name == 'seed')}, such as {name}={good}"
-            )
-        checked.append(number)
-    return checked[0], checked[1]
 
 
 def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:
@@ -304,11 +277,9 @@ def take_evaluation(evaluate: Any, every: Any, model: nn.Module) -> EvaluationDa
                 f"after each step: `if step % {every} == 0` in it does something more seldom."
             )
         return None
-    every = 1 if every is None else every
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"every={every!r:.80}: it is the number of steps from one evaluation to the next: every=10"
-        )
+    every = (
+        1 if every is None else check_integer("every", every, 1, 10)
+    )  # steps from one evaluation to the next
     data, metric = evaluate, None
     if isinstance(evaluate, tuple) and len(evaluate) == 2 and callable(evaluate[1]):
         data, metric = evaluate

@@ -33,6 +33,7 @@ from mpkit.common.torch_private import (
 )
 from mpkit.plan.plan import Plan
 from mpkit.strategies.models.hooks import hook_name, hooks_on
+from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.prepare.arguments import ADAM, a_kind_of
 from mpkit.strategies.prepare.isolation import quiet
@@ -404,7 +405,7 @@ def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tup
     held = {w.name: UpdatedPart(make_like(w, torch.full(w.shape, 0.5, dtype=w.dtype))) for w in small}
     made = make_optimizer(function, small, held)
     assert made is not None, "something is trained"
-    before = _other_state(made)
+    remembered = {one: PythonState(nn.Module(), None, one) for one in parts_of(made)}
     try:
         for _ in range(2):
             for part in held.values():
@@ -416,29 +417,14 @@ def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tup
             f"gradients like the model's, which fails: {one_line(error)}. Ranks call step() without arguments. What "
             f"works: no checkpoint_every, checkpoint_dir and resume_from; or {ADAM}"
         ) from None
-    after = _other_state(made)
-    changed = [name for name in after if after[name] != before.get(name)]
+    changed = []
+    for one, state in remembered.items():
+        values, others = state.find_changes()
+        changed += [*(".".join(place) for place in values), *others]
+        inner = (key for key, held in vars(one).items() if isinstance(held, torch.optim.Optimizer))
+        changed += [f"optimizer.{key}" for key in inner if vars(one)[key].state is not one.state]
     states = {str(key) for state in made.state.values() if isinstance(state, dict) for key in state}
-    return tuple(sorted(states)), ", ".join(changed)
-
-
-def _other_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has besides parameters and their states: options of groups, attributes."""
-    if isinstance(optimizer, SeveralOptimizers):
-        each = {f"{kind_of(one)}.{i}": _other_state(one) for i, one in enumerate(optimizer.optimizers)}
-        return {f"{name} {key}": value for name, facts in each.items() for key, value in facts.items()}
-    facts = {
-        f"param_groups[{i}][{key!r}]": _plain(value)
-        for i, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    for key, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state:
-            facts[key] = len(value.state)
-        elif key not in ("param_groups", "state", "defaults"):
-            facts[key] = _plain(value)
-    return facts
+    return tuple(sorted(states)), ", ".join(each.removeprefix("optimizer.") for each in changed)
 
 
 def _plain(value: Any) -> Any:

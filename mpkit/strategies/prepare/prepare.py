@@ -19,6 +19,7 @@ from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 from mpkit.strategies.context.sequence import check_not_packed
+from mpkit.strategies.data.batches import check_integer
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure, TrainJob
 from mpkit.strategies.loss.counted import Quotient
@@ -27,7 +28,6 @@ from mpkit.strategies.models.hooks import parameter_hooks
 from mpkit.strategies.prepare.arguments import (
     TrainOptions,
     check_ema,
-    check_integers,
     check_loss,
     check_model,
     check_on_step,
@@ -85,7 +85,8 @@ def prepare(
     check_surroundings()
     check_model(model)
     check_plan(plan, ranks)
-    steps, seed = check_integers(options["steps"], options.get("seed", 0))
+    steps = check_integer("steps", options["steps"], 1, 3, most=2**31 - 1)
+    seed = check_integer("seed", options.get("seed", 0), 0, 0)
     check_loss(loss)
     check_update(options.get("max_grad_norm"), rates, steps)
     check_global_hooks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from torch import nn
 from mpkit.strategies.checkpoint.files import PARTIAL, CheckpointSaving, Resume, candidates, read_head
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
 from mpkit.strategies.checkpoint.parts import SavedParts
+from mpkit.strategies.data.batches import check_integer
 from mpkit.strategies.prepare.optimizer import OptimizerTraits
 
 __all__ = ["check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
@@ -35,15 +35,8 @@ def check_saving(every: Any, folder: Any, keep: Any) -> CheckpointSaving | None:
     if every is None or folder is None:
         given = "checkpoint_dir" if every is None else "checkpoint_every"
         raise ValueError(f"{given} alone: checkpoints need both a number of steps and a folder: {EXAMPLE}")
-    numbers = []
-    for name, value, good in (("checkpoint_every", every, 100), ("checkpoint_keep", keep, 2)):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = 0
-        if isinstance(value, bool) or number < 1:
-            raise ValueError(f"{name}={value!r}: {name} is a whole number, 1 or more, such as {name}={good}")
-        numbers.append(number)
+    steps = check_integer("checkpoint_every", every, 1, 100)
+    keep = check_integer("checkpoint_keep", keep, 1, 2)
     path = _path("checkpoint_dir", folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -56,7 +49,7 @@ def check_saving(every: Any, folder: Any, keep: Any) -> CheckpointSaving | None:
             f"checkpoint_dir={str(folder)!r} cannot be written to ({error.strerror or error}): a folder that every "
             f"rank can write to is wanted, such as {EXAMPLE}"
         ) from None
-    return CheckpointSaving(numbers[0], str(path), numbers[1])
+    return CheckpointSaving(steps, str(path), keep)
 
 
 def name_training(saving: CheckpointSaving, resume: Resume | None) -> CheckpointSaving:
