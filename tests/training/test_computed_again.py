@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.strategies.stage.selective_recompute import AttentionAgain
+from mpkit.strategies.stage.recompute import AttentionAgain
 from tests.recipes import sgd
 from tests.serial import Train, check_equal
 

@@ -5,7 +5,7 @@ or Ulysses attention. Everything else in a transformer (embeddings, linear layer
 time, and so is correct on a part. Other functions that are known to look at several tokens are refused.
 
 A ring keeps its inputs, its output and the log-sum-exp for the backward, and no scores, so selective recomputation
-(`mpkit.strategies.stage.selective_recompute`) has nothing left to save; under Ulysses it computes a rank's heads again.
+(`mpkit.strategies.stage.recompute`) has nothing left to save; under Ulysses it computes a rank's heads again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATTENTIONS = (
 RECOMPUTES = {
     "torch.utils.checkpoint": "torch.utils.checkpoint: leave that to mpkit.Plan(recompute='full'), and switch it off "
     "in the model (of transformers: model.gradient_checkpointing_disable())",
-    "mpkit.strategies.stage.selective_recompute": "AttentionAgain: enter it before ContextParallel, not within",
+    "mpkit.strategies.stage.recompute": "AttentionAgain: enter it before ContextParallel, not within",
 }
 
 

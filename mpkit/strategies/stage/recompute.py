@@ -9,7 +9,7 @@ Gradients arrive once per backward, and hooks outside of the call run once. Thre
 
     blocks      the model's repeated blocks: a stage holds the boundaries between them, and the activations within one
                 at a time, 2 s b h bytes per layer in 16 bits
-    attentions  `mpkit.strategies.stage.selective_recompute`
+    attentions  everything is kept but what is inside of them, the scores
     stages      a pipeline's stage without blocks
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 from weakref import ref
@@ -29,6 +30,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from mpkit.errors import MpkitError
 from mpkit.plan.kinds import every
@@ -36,12 +39,14 @@ from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.partition.graph import PartitionedModel
+from mpkit.strategies.partition.value import Value
 from mpkit.strategies.stage.starting_point import Buffers, Setting, WrittenState
 from mpkit.trace import Kind
 from mpkit.trace.record.memory import PackedTensor
 from mpkit.trace.record.recorder import Recorder
 
 __all__ = [
+    "AttentionAgain",
     "RecomputeScope",
     "RecomputedBlock",
     "RecomputedCall",
@@ -166,6 +171,51 @@ class RecomputedCall:
         self.is_done = True
         self._places.clear()
         del self._again, self._start  # with the inputs
+
+
+# ---------------------------------------------------------------- attentions
+
+
+class AttentionAgain(TorchFunctionMode):
+    """Lets calls of `torch.nn.functional.scaled_dot_product_attention` keep only their inputs, inside the block.
+
+    Attention takes q, k and v [batch, heads, time, width/heads], computes the scores softmax(q k^T) [batch, heads,
+    time, time], drops some of them, and weights v by them. The scores are many and cheap to compute: of the bytes that
+    a layer keeps, s b h (34 + 5 a s/h) in 16 bits, they are all of 5 a s^2 b (Korthikanti et al. 2023, section 5).
+
+    A fused kernel makes no scores in memory; then it is its output that is not kept.
+
+    >>> q, k, v = (torch.randn(1, 1, 3, 2, requires_grad=True) for _ in range(3))
+    >>> with AttentionAgain():
+    ...     y = scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.equal(y, scaled_dot_product_attention(q, k, v, is_causal=True))
+    True
+    """
+
+    def __init__(self, record: Recorder | None = None) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace attention; call any other function as it is."""
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("query")
+        if (
+            func is not scaled_dot_product_attention
+            or isinstance(first, Value)
+            or not torch.is_grad_enabled()
+        ):
+            return func(*args, **kwargs)  # a stand-in for another rank's tensor has nothing to keep
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if self._record is not None:
+            for tensor in tensors:
+                self._record.ledger.track(tensor, "activations")
+        setting = Setting.now(tensors, OwnDraws())
+        return RecomputedCall(
+            partial(func, *args, **kwargs), self._record, setting=setting, who="An attention"
+        )()
 
 
 # ---------------------------------------------------------------- blocks
