@@ -77,7 +77,7 @@ def play(
             # ---- build
             made = _make_model(model_fn, mode)
             job = prepare(made, [_batch_of(batch, mode)], plan, ranks=plan.ranks, **how)
-        stands_for = kinds(plan, job.meta["batch_size"], even=len(job.where.local) == 1)
+        stands_for = kinds(plan, job.meta["batch_size"], even=len(job.where.numbers_of) == 1)
         for rank in order(stands_for, plan):
             # ---- join
             dist.destroy_process_group()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
@@ -24,19 +23,7 @@ from mpkit.strategies.partition.value import Boundary, LayerNumbers, Route, Shar
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace.record.flops import Flops, total
 
-__all__ = ["LocalNumbers", "ResolvedPlan"]
-
-
-class LocalNumbers(NamedTuple):
-    """What one rank makes of a micro-batch.
-
-    Attributes:
-        numbers: what each layer does to a micro-batch, and last the loss, by the micro-batch's signature.
-        partition: how a model that is not a chain is divided among the stages; None for a chain.
-    """
-
-    numbers: dict[Hashable, list[LayerNumbers]]
-    partition: PartitionedModel | None
+__all__ = ["ResolvedPlan"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,9 @@ class ResolvedPlan:
         placed: the names of each stage's layers; of its blocks in a partitioned model.
         held: the names of the parameters that each stage computes with.
         shared: tied weights that several stages compute with.
-        local: what a rank makes of a micro-batch, by its place along tp; only one entry if all are equal.
+        numbers_of: what each layer does to a micro-batch, and last the loss, by the micro-batch's signature; one such
+            dict by a rank's place along tp, only one if all are equal.
+        partitions: how a model that is no chain is divided among the stages, likewise; None for a chain.
         sharded: which parameters are divided, likewise.
         parameters: by rank, the number of elements of the trained parameters that it would hold without ZeRO.
         loss_sends: the bytes that the loss of the largest micro-batch all-reduces and all-gathers on a tp rank.
@@ -63,7 +52,8 @@ class ResolvedPlan:
     placed: tuple[tuple[str, ...], ...]
     held: tuple[tuple[str, ...], ...]
     shared: tuple[SharedWeight, ...]
-    local: tuple[LocalNumbers, ...]
+    numbers_of: tuple[dict[Hashable, list[LayerNumbers]], ...]
+    partitions: tuple[PartitionedModel | None, ...]
     sharded: tuple[ShardedModel, ...]
     parameters: tuple[int, ...]
     loss_sends: tuple[int, int]
@@ -87,12 +77,12 @@ class ResolvedPlan:
     @property
     def numbers(self) -> dict[Hashable, list[LayerNumbers]]:
         """What each layer does to a micro-batch here, and last the loss, by the micro-batch's signature."""
-        return self.local[self.place % len(self.local)].numbers
+        return self.numbers_of[self.place % len(self.numbers_of)]
 
     @property
     def partition(self) -> PartitionedModel | None:
         """How a model that is not a chain is divided among the stages; None for a chain."""
-        return self.local[self.place % len(self.local)].partition
+        return self.partitions[self.place % len(self.partitions)]
 
     # ---- boundaries ---------------------------------------------------------------------------------------
 

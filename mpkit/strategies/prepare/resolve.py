@@ -28,7 +28,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
-from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
@@ -38,7 +38,7 @@ from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.runtime.local_model import attention_over, localize
 from mpkit.strategies.stage.shard import ShardedModel
 
-__all__ = ["cut_stages", "resolve", "shared_weights"]
+__all__ = ["resolve", "shared_weights"]
 
 
 Loss = Callable[[Any, Any], Any]
@@ -110,21 +110,25 @@ def resolve(
                 each.model, shapes, plan, loss,
                 relays=not by_name, cut=each.cut, attention=each.attention, like=partitions[0],
             )  # fmt: skip
-    if partitions[0] is not None:
+    if (partition := partitions[0]) is not None:
         stages = [range(1)] * plan.stages
-        placed, held, shared = _layout_of_partition(partitions[0])
+        placed, held = tuple(partition.placed), tuple(partition.held)
+        shared = partition.shared_weights
     else:
         layers, first = layers_of(model), next(iter(numbers[0].values()))
-        stages = cut_stages([name for name, _ in layers], first[:-1], plan.stages, plan.cut)
-        placed, held, shared = _layout_of_chain(layers, stages)
+        costs = [layer.flops.forward + _numel(layer) for layer in first[:-1]]
+        stages = cut([name for name, _ in layers], costs, plan.stages, plan.cut)
+        placed = tuple(tuple(layers[i][0] for i in stage) for stage in stages)
+        held = tuple(tuple(name for i in stage for name in _names_in(*layers[i])) for stage in stages)
+        shared = shared_weights(layers, stages)
     # ---- parameters
     sharded = tuple(each.sharded for each in copies)
     parameters = _trained_by_rank(model, plan.mesh, schedule, held, sharded)
     for each in copies:
         each.free()
-    local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
     return ResolvedPlan(
-        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends_of_loss.most,
+        plan, schedule, tuple(stages), placed, held, tuple(shared), tuple(numbers), tuple(partitions),
+        sharded, parameters, sends_of_loss.most,
     )  # fmt: skip
 
 
@@ -182,30 +186,6 @@ class _LossSends:
         return value
 
 
-# ---- stages --------------------------------------------------------------------------------------------------
-
-
-def _layout_of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[SharedWeight, ...]]:
-    """Return the blocks and the parameters of each stage, and the tied weights."""
-    return tuple(partition.placed), tuple(partition.held), tuple(partition.shared_weights)
-
-
-def _layout_of_chain(
-    layers: list[tuple[str, nn.Module]], stages: list[range]
-) -> tuple[Names, Names, tuple[SharedWeight, ...]]:
-    """Return the layers and the parameters of each stage, and the tied weights."""
-    placed = tuple(tuple(layers[i][0] for i in stage) for stage in stages)
-    held = tuple(
-        tuple(
-            name
-            for i in stage
-            for name, _ in layers[i][1].named_parameters(layers[i][0], remove_duplicate=False)
-        )
-        for stage in stages
-    )
-    return placed, held, tuple(shared_weights(layers, stages))
-
-
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 
@@ -224,29 +204,13 @@ def _trained_by_rank(
     return tuple(counts)
 
 
-def cut_stages(
-    names: list[str], numbers: list[LayerNumbers], stages: int, points: Sequence[int | str] | None
-) -> list[range]:
-    """Return the layers of each stage: cut where the plan says, or balanced by forward FLOPs.
-
-    A layer without a matrix product counts as one operation per output element.
-
-    Args:
-        names: the names of the layers.
-        numbers: the numbers of the layers, without the loss.
-        stages: the number of stages.
-        points: `Plan.cut`; None: balance.
-
-    Raises:
-        ValueError: there are more stages than layers, or a cut is at one that does not exist.
-    """
-    costs = [layer.flops.forward + _numel(layer) for layer in numbers]
-    return cut(names, costs, stages, points)
+def _names_in(prefix: str, layer: nn.Module) -> list[str]:
+    return [name for name, _ in layer.named_parameters(prefix, remove_duplicate=False)]
 
 
 def _numel(layer: LayerNumbers) -> float:
-    specs = layer.output.specs if layer.output is not None else ()
-    return float(sum(prod(spec.shape) for spec in specs))
+    """Return the elements of a layer's output: without a matrix product each counts as one operation."""
+    return float(sum(prod(spec.shape) for spec in layer.output.specs)) if layer.output is not None else 0.0
 
 
 def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[SharedWeight]:

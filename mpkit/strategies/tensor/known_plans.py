@@ -296,12 +296,7 @@ def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, st
     styles: dict[str, str] = {}
     for key, style in plan.items():
         if style not in KNOWN:
-            raise ValueError(
-                f"The plan that {type(model).__name__} brings along, its _tp_plan, says {style!r} of {key!r}, which "
-                "cannot be executed here: name the layers to divide yourself, "
-                "mk.Plan(tensor=mk.tensor.TensorPlan((mk.tensor.Region("
-                "entry, column=(...), row=...),))), or train without tp"
-            )
+            raise _cannot_follow(f"says {style!r} of {key!r}, which cannot be executed here")
         shape = re.compile(re.escape(f"{prefix}.{key}" if prefix else key).replace(r"\*", r"\d+"))
         styles |= {name: style for name in names if shape.fullmatch(name)}
     return styles
@@ -325,22 +320,17 @@ def _regions(
         return gathered
     sections = {COLUMN[style] for style in COLUMN if of[style]}
     if len(rows) != 1 or len(sections) != 1:
-        raise ValueError(
-            f"The plan that the model brings along, its _tp_plan, divides {', '.join(columns) or 'nothing'} by columns "
-            f"and {', '.join(rows) or 'nothing'} by rows within {entry}, which makes no region of column layers and "
-            "one row layer: name the layers to divide yourself, "
-            "mk.Plan(tensor=mk.tensor.TensorPlan(...)), or train without tp"
+        raise _cannot_follow(
+            f"divides {', '.join(columns) or 'nothing'} by columns and {', '.join(rows) or 'nothing'} by rows within "
+            f"{entry}, which makes no region of column layers and one row layer"
         )
     module = modules[entry]
     _check_whole(entry, module, styles)
-    heads = _heads(module) if _is_attention(module) else None
+    attends = "attention" in type(module).__name__.lower() or hasattr(module, "head_dim")
+    heads = _heads(module) if attends else None
     routed = styles.get(entry) == "moe_tp_experts"
     inputs = ("top_k_weights",) if routed else ()
     return [*gathered, Region(entry, tuple(columns), rows[0], heads, sections.pop(), inputs=inputs)]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() or hasattr(module, "head_dim")
 
 
 def _heads(module: nn.Module) -> str | None:
@@ -361,12 +351,14 @@ def _check_whole(entry: str, module: nn.Module, styles: dict[str, str]) -> None:
         if not any(
             path in styles for path in (name, layer) if path != entry or styles.get(entry) == "moe_tp_experts"
         ):
-            raise ValueError(
-                f"The plan that the model brings along, its _tp_plan, divides layers of {entry} and does not say what "
-                f"becomes of {name}: name the layers to divide yourself, "
-                "mk.Plan(tensor=mk.tensor.TensorPlan(...)), or train "
-                "without tp"
-            )
+            raise _cannot_follow(f"divides layers of {entry} and does not say what becomes of {name}")
+
+
+def _cannot_follow(why: str) -> ValueError:
+    return ValueError(
+        f"The plan that the model brings along, its _tp_plan, {why}: name the layers to divide yourself, "
+        "mk.Plan(tensor=mk.tensor.TensorPlan((mk.tensor.Region(entry, column=(...), row=...),))), or train without tp"
+    )
 
 
 HEAD_NAMES = ("lm_head", "embed_out", "output_projection")
