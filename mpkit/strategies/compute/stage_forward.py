@@ -175,11 +175,8 @@ class StageForward:
 
     def onto_device(self, inputs: Value) -> Value:
         """Return a copy of some of the model's inputs on the device, in the plan's precision."""
-        return self.narrow(onto_device(inputs, self._device, self._record))
-
-    def narrow(self, inputs: Value) -> Value:
-        """Return some of the model's inputs in the plan's precision."""
-        return inputs if self._dtype is None else cast(inputs, self._dtype)
+        copied = onto_device(inputs, self._device, self._record)
+        return copied if self._dtype is None else cast(copied, self._dtype)
 
     # ---- layers -------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class Batches:
         order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
         return order
 
-    # ---- what a rank requests (`mpkit.strategies.job.feed.BatchSource`)
+    # ---- what a rank requests (`mpkit.strategies.job.feed`)
 
     def size(self, step: int) -> int:
         """Return the number of samples in the batch of a step."""

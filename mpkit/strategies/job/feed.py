@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.context.sequence import check_not_packed, sequence_part
+from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.digest import SampleLog
 from mpkit.strategies.data.microbatch import (
     Value,
@@ -43,37 +44,15 @@ if TYPE_CHECKING:
     from mpkit.strategies.job.job import TrainJob
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["BatchSource", "Feed", "MicroBatch", "WholeBatches"]
-
-
-class BatchSource(Protocol):
-    """A source of batches; `mpkit.Batches` is one too.
-
-    Attributes:
-        loads: whether a part has to be read, which takes time; otherwise it is in memory.
-        num_workers: number of processes that read on each rank; 0 if the rank itself reads.
-    """
-
-    loads: bool
-    num_workers: int
-
-    def __len__(self) -> int:
-        """Return how many batches there are before they repeat, in whatever order."""
-
-    def size(self, step: int) -> int:
-        """Return how many samples the batch of a step has."""
-
-    def part(self, step: int, which: slice) -> tuple[Value, Value]:
-        """Return some samples of a step's batch."""
-
-    def key(self, step: int, which: slice) -> Hashable:
-        """Return the signature of such a part."""
+__all__ = ["Feed", "MicroBatch", "WholeBatches"]
 
 
 class WholeBatches(list[tuple[Value, Value]]):
-    """Batches in memory: step i takes number i % len.
+    """Batches in memory: step i takes number i % len. What a feed asks `mk.Batches` can be asked here too.
 
     Attributes:
+        loads: whether a part has to be read, which takes time.
+        num_workers: number of processes that read on each rank; 0 if the rank itself reads.
         read_in: seconds that a loader took to read them before the start; 0 for a list.
     """
 
@@ -124,7 +103,7 @@ class Feed:
     """
 
     def __init__(self, context: Context, job: TrainJob, *, needed: bool, accounts: bool = True) -> None:
-        self._source = cast(BatchSource, job.what.batches)
+        self._source = job.what.batches
         self._known = job.where.numbers
         self._m, self._n = job.plan.microbatches, job.plan.dp
         place = job.plan.mesh.place(context.rank)
@@ -216,7 +195,7 @@ Parts = dict[tuple[int, int, int], tuple[Value, Value]]
 class _Steps(Dataset[Parts]):
     """The parts that a rank takes, by step."""
 
-    def __init__(self, source: BatchSource, wanted: Callable[[int], list[slice]]) -> None:
+    def __init__(self, source: WholeBatches | Batches, wanted: Callable[[int], list[slice]]) -> None:
         self._source, self._wanted = source, wanted
 
     def __getitem__(self, step: int) -> Parts:

@@ -41,8 +41,8 @@ __all__ = [
     "sharded_states",
 ]
 
-Parts = Mapping[str, str | Sequence[str]]
-"""What a tp rank holds of each layer or parameter: one text for all ranks ("1/2 of its rows"), or one per tp rank."""
+Parts = Mapping[str, Sequence[str]]
+"""What each tp rank holds of a parameter, such as "rows 0-3"."""
 
 
 STATES = ("parameters", "gradients", "optimizer states")
@@ -135,8 +135,7 @@ class Placement(DrawnResult):
 
     def part(self, name: str, rank: int) -> str:
         """Describe which part of a divided layer a rank holds; "" if the layer is not divided."""
-        words = self.shards.get(name, "")
-        return words if isinstance(words, str) else words[self.mesh.place(rank).tp]
+        return self.shards[name][self.mesh.place(rank).tp] if name in self.shards else ""
 
     def node_of(self, rank: int) -> int:
         """Return the number of the rank's node; 0 if no hardware was given."""

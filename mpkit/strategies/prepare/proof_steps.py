@@ -24,8 +24,9 @@ from torch import nn
 
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.common.units import memory_text
+from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.job.feed import BatchSource, WholeBatches
+from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.copies import has_content
@@ -198,7 +199,7 @@ class _ComparisonListener(TorchDispatchMode):
 
 
 def telling_steps(
-    batches: WholeBatches | BatchSource, steps: range, special: set[float], every: int | None
+    batches: WholeBatches | Batches, steps: range, special: set[float], every: int | None
 ) -> tuple[int, ...]:
     """Return the telling steps, counted from 0.
 
@@ -227,7 +228,7 @@ def telling_steps(
     return tuple(sorted(set(found))[:MOST_TELLING])
 
 
-def _facts(batches: WholeBatches | BatchSource, step: int, special: set[float]) -> Iterator[Hashable]:
+def _facts(batches: WholeBatches | Batches, step: int, special: set[float]) -> Iterator[Hashable]:
     """Yield what is so of a batch; of one that has to be loaded, only while that is little."""
     if isinstance(batches, WholeBatches):
         yield batches.key(step, slice(None))

@@ -16,14 +16,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.errors import NotSerial
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
-from mpkit.strategies.job.feed import BatchSource
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.models.hooks import register
@@ -186,7 +184,7 @@ class Prover:
 
     def _batch(self, step: int) -> tuple[Value, Value]:
         source = self._job.what.batches
-        return cast(BatchSource, source).part(step, slice(0, source.size(step)))
+        return source.part(step, slice(0, source.size(step)))
 
     def _reads_again(self, step: int, batch: tuple[Value, Value]) -> bool:
         """Return whether the data gives the same batch again."""
