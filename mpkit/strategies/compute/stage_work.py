@@ -29,10 +29,9 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws, HeardDraws
 from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.stage.gradient_sync import GradientSync
-from mpkit.strategies.stage.recompute import AttentionAgain, RecomputedCall, RecomputeScope
+from mpkit.strategies.stage.recompute import AttentionAgain, RecomputedCall, RecomputeScope, WrittenState
 from mpkit.strategies.stage.split_backward import WeightGrads, input_grads
 from mpkit.strategies.stage.stage import Stage, track
-from mpkit.strategies.stage.starting_point import WrittenState
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
 

@@ -19,8 +19,8 @@ Recomputation in Large Transformer Models", MLSys 2023, section 5.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -38,9 +38,9 @@ from mpkit.plan.kinds import every
 from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.own_draws import OwnDraws
+from mpkit.strategies.models.randomness import RandomState, preserve_random_state
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.partition.value import Value
-from mpkit.strategies.stage.starting_point import Buffers, Setting, WrittenState
 from mpkit.trace import Kind
 from mpkit.trace.record.memory import PackedTensor
 from mpkit.trace.record.recorder import Recorder
@@ -51,12 +51,109 @@ __all__ = [
     "RecomputedBlock",
     "RecomputedCall",
     "Saved",
+    "WrittenState",
     "chosen_blocks",
     "recompute_blocks",
 ]
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
+
+
+# ---------------------------------------------------------------- where it starts
+
+
+Buffers = dict[tuple[nn.Module, str], Tensor]
+"""A module's buffers, by the module within it that has them, and by name."""
+
+
+@dataclass
+class Setting:
+    """Random states and autocast, as a forward found them."""
+
+    random: RandomState
+    device: torch.device
+    cast: tuple[bool, torch.dtype]
+    draws: OwnDraws
+
+    def __post_init__(self) -> None:
+        self._spans = self.draws.keep()
+
+    @classmethod
+    def now(cls, tensors: list[Tensor], draws: OwnDraws) -> Setting:
+        """Return the current setting, on the device of these tensors."""
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        cast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        return cls(RandomState.now(device), device, cast, draws)
+
+    @contextmanager
+    def restore(self) -> Iterator[None]:
+        """Restore the setting inside the block."""
+        with preserve_random_state(self.device):
+            self.random.restore()
+            with (
+                torch.autocast(self.device.type, self.cast[1], self.cast[0]),
+                self.draws.reenter_spans(self._spans),
+            ):
+                yield
+
+
+class WrittenState:
+    """The buffers of a module whose forwards run twice: the second begins with what the first found.
+
+    A forward clones those into which an earlier one wrote; the first forward clones all.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._written: set[tuple[nn.Module, str]] | None = None  # None: not known yet
+
+    def _now(self) -> Buffers:
+        return {
+            (each, name): buffer
+            for each in self.module.modules()
+            for name, buffer in each._buffers.items()
+            if buffer is not None
+        }
+
+    @contextmanager
+    def first(self) -> Iterator[Buffers]:
+        """Return what the forward inside the block starts from."""
+        found = self._now()
+        versions = {key: buffer._version for key, buffer in found.items()}
+        start = {
+            key: buffer.clone() if self._written is None or key in self._written else buffer
+            for key, buffer in found.items()
+        }
+        yield start
+        written = {key for key, buffer in found.items() if buffer._version != versions[key]}
+        if self._written is None:
+            self._written = written
+            start |= {key: found[key] for key in found.keys() - written}
+        elif late := written - self._written:
+            name = next(
+                name for name, each in self.module.named_modules() if each in {key[0] for key in late}
+            )
+            raise MpkitError(
+                f"{name or type(self.module).__name__} wrote into a buffer into which it had not written before, and "
+                "recompute= needs the value that was there. Write into it in the first forward too, or keep all "
+                "activations, Plan(recompute='none')"
+            )
+
+    @contextmanager
+    def begin_again(self, start: Buffers) -> Iterator[None]:
+        """Let the module work on what was there; afterwards it has again what it has now."""
+        now = self._now()
+        _put(start)
+        try:
+            yield
+        finally:
+            _put(now)
+
+
+def _put(buffers: Buffers) -> None:
+    for (module, name), buffer in buffers.items():
+        module._buffers[name] = buffer
 
 
 # ---------------------------------------------------------------- a call
