@@ -178,17 +178,10 @@ def _refuse_nested(value: Any, what: str) -> None:
     """Raise the error of inputs or targets that have structures in their structure, if they have."""
     for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
         if isinstance(each, (Mapping, list, tuple)) and each:
-            inside = next(iter(each)) if isinstance(each, Mapping) else 0
-            flat = f"{key}_{inside}"
-            example = (
-                f'{{"{flat}": batch[{key!r}][{inside!r}], ...}}'
-                if isinstance(value, Mapping)
-                else "(*batch[0], *batch[1])"
-            )
             raise ValueError(
                 f"{what} are nested: [{key!r}] is itself a {type(each).__name__}, and micro-batches are taken from one "
-                f"tensor, or from one tuple or dict of tensors. Give them flat, such as {example}, and let the model's "
-                "forward (or the loss) put together what it needs"
+                "tensor, or from one tuple or dict of tensors. Give them flat, such as (*batch[0], *batch[1]) or "
+                '{"a_b": batch["a"]["b"]}, and let the model\'s forward (or the loss) put together what it needs'
             )
 
 

@@ -108,12 +108,8 @@ class _Open:
     ahead: bool  # begun for a stage or a layer that starts within it, which may also be where its first module is
 
 
-@dataclass(frozen=True)
-class KeptSpans:
-    """The spans in which a forward was, so that it can be repeated there."""
-
-    spans: tuple[_Open, ...]
-    tokens: dict[str, tuple[int, ...]]
+KeptSpans = tuple[list[_Open], dict[str, tuple[int, ...]]]
+"""The spans in which a forward was, and their tokens, so that it can be repeated there."""
 
 
 @dataclass
@@ -219,19 +215,17 @@ class OwnDraws:
 
     def keep(self) -> KeptSpans:
         """Return the spans that have begun."""
-        return KeptSpans(
-            tuple(_Open(s.name, list(s.outside), s.inside, s.ahead) for s in self._open), dict(self.tokens)
-        )
+        return [_Open(s.name, list(s.outside), s.inside, s.ahead) for s in self._open], dict(self.tokens)
 
     @contextmanager
     def reenter_spans(self, kept: KeptSpans) -> Iterator[None]:
         """Be in the spans of another time, inside the block."""
         before = self.keep()
-        self._open[:], self.tokens = kept.spans, dict(kept.tokens)
+        self._open[:], self.tokens = kept[0], dict(kept[1])
         try:
             yield
         finally:
-            self._open[:], self.tokens = before.spans, before.tokens
+            self._open[:], self.tokens = before
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
