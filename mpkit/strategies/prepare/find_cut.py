@@ -79,17 +79,22 @@ def find_cut(
         raise ValueError(f"find_cut(by={by!r}): there are {', '.join(map(repr, BY))}, such as by='flops'")
     check_model(model)
     check_loss(loss)
-    plan, loss = Plan(pp=stages, microbatches=microbatches), Quotient(loss)
+    return _find(model, batch, Plan(pp=stages, microbatches=microbatches), Quotient(loss), by)
+
+
+def _find(
+    model: nn.Module, batch: tuple[Any, Any], plan: Plan, loss: Callable[[Any, Any], Any], by: str
+) -> Cut:
     with quiet():
         batches = take_batches([batch], 1)
         assert isinstance(batches, WholeBatches)
-        check_split(batches, microbatches)
-        shapes = one_of_each_shape(batches, microbatches, 1)
+        check_split(batches, plan.microbatches)
+        shapes = one_of_each_shape(batches, plan.microbatches, 1)
         observe(model, shapes, loss, plan, counts=False)  # refuses what the model or the loss refuses
         partition = partition_model(model, shapes, plan, loss)
         graph = next(iter(partition.divisions.values())).graph
         # ---- cost: of each call of a block, on one thread, since idle threads would spin
-        first = split(batch_size(batches[0][0]), microbatches)[0]
+        first = split(batch_size(batches[0][0]), plan.microbatches)[0]
         held = copy.deepcopy(model)
         prepare_modules(held, partition.modules, partition.blocks)
         with on_threads(1), torch.no_grad(), Timing() as timing:
@@ -106,8 +111,8 @@ def find_cut(
         sizes = [sum(p.numel() for p in modules[name].parameters()) for name in names]
         kept = [sum(taken[i].kept for i in group) for group in groups]
         # ---- balance
-        cut(names, costs, stages, None)  # raises if there are too few
-        balanced = balance(costs, stages)
+        cut(names, costs, plan.stages, None)  # raises if there are too few
+        balanced = balance(costs, plan.stages)
         starts = [stage.start for stage in balanced[1:]]
         # ---- crossing
         partition = partition_model(model, shapes, replace(plan, cut=starts), loss)

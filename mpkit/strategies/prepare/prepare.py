@@ -10,6 +10,7 @@ All of this happens in the caller's process and does not change the caller's mod
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -80,31 +81,19 @@ def prepare(
     """
     # ---- arguments
     plan = Plan.serial() if plan is None else plan
-    loss, rates = options["loss"], options.get("lr_schedule")
-    optimizer: Any = options["optimizer"]  # of any type until it is examined
     check_surroundings()
     check_model(model)
     check_plan(plan, ranks)
-    steps = check_integer("steps", options["steps"], 1, 3, most=2**31 - 1)
-    seed = check_integer("seed", options.get("seed", 0), 0, 0)
-    check_loss(loss)
-    check_update(options.get("max_grad_norm"), rates, steps)
-    check_global_hooks()
-    on_step, ema = check_on_step(options.get("on_step")), check_ema(options.get("ema"))
-    if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = with_average(optimizer, ema)
+    loss, how = options["loss"], _procedure(options)
     verify = check_verify(options.get("verify", False))
-    saves = any(
-        options.get(name) is not None for name in ("checkpoint_every", "checkpoint_dir", "resume_from")
-    )
     special = SpecialValues(loss)
     sent = ready_to_travel(model)
     # Generators are read with the caller's own random state, not a copy of it.
-    data = take_batches(data, steps) if is_stream(data) else data
+    data = take_batches(data, how.steps) if is_stream(data) else data
     # One core is left to the fork server, which imports torch while the first training is prepared.
     with quiet(), on_threads(torch.get_num_threads() - 1):
-        batches = take_batches(data, steps)
-        sizes = of_every_size(batches, steps)
+        batches = take_batches(data, how.steps)
+        sizes = of_every_size(batches, how.steps)
         check_split(sizes, plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1)
         evaluation = take_evaluation(options.get("evaluate"), options.get("every"), sent)
         further = [] if evaluation is None else of_every_size(evaluation.batches, len(evaluation.batches))
@@ -115,42 +104,59 @@ def prepare(
         sample = observe_sample(sent, sizes[0], plan) if exchanges else SampleSeen()
         seen = Quotient(special)
         resolved = resolve(sent, [*sizes, *further], plan, seen, by_name=by_name)
-        form, nominal = find_loss_form(
-            loss,
-            batches,
-            sizes[0],
-            special.mean,
-            pairs=seen.count is not None,
-            at_once=resolved.computes_loss_at_once,
-        )
+        pairs, at_once = seen.count is not None, resolved.computes_loss_at_once
+        form, nominal = find_loss_form(loss, batches, sizes[0], special.mean, pairs=pairs, at_once=at_once)
         # ---- checks
         task = Task(sent, model, sizes, isinstance(batches, WholeBatches), loss, counts=nominal is not None)
         raise_rejection(find_rejection(resolved, task))
-        examined = examine_optimizer(optimizer, sent, model, plan, scheduled=rates is not None, saves=saves)
+        saves = any(options.get(n) is not None for n in ("checkpoint_every", "checkpoint_dir", "resume_from"))
+        examined = examine_optimizer(
+            how.optimizer, sent, model, plan, scheduled=how.lr_schedule is not None, saves=saves
+        )
     # ---- job
-    facts = facts_of(sent, examined)
-    saving = check_saving(
-        options.get("checkpoint_every"), options.get("checkpoint_dir"), options.get("checkpoint_keep", 2)
-    )
-    resume_from = options.get("resume_from")
-    resume = None if resume_from is None else take_up(find_checkpoint(resume_from), facts, steps)
     what = Problem(sent, batches, form, list(sent.state_dict()), nominal, parameter_hooks(model), loss)
-    how = Procedure(
-        optimizer, steps, seed, options.get("max_grad_norm"), rates, saving and name_training(saving, resume), resume,
-        facts, on_step, evaluation, ema, by_owner=examined.whole,
-    )  # fmt: skip
-    how = with_proof(how, verify, what, sizes[0], resolved, special.found, gpu)
-    blocks = repeated_blocks(sent)
-    meta = describe_run(sent, sizes[0], resolved, sample, by_owner=how.by_owner) | {
-        "batch_size": batches.size(0),
+    how = replace(how, facts=facts_of(sent, examined), evaluation=evaluation, by_owner=examined.whole)
+    how = with_proof(_with_checkpoints(how, options), verify, what, sizes[0], resolved, special.found, gpu)
+    meta = describe_run(sent, sizes[0], resolved, sample, by_owner=how.by_owner)
+    return TrainJob(what, how, resolved, meta | _describe_job(what, how, plan))
+
+
+def _procedure(options: TrainOptions) -> Procedure:
+    """Return how the options ask to train, checked, but for checkpoints and evaluation."""
+    rates, norm = options.get("lr_schedule"), options.get("max_grad_norm")
+    optimizer: Any = options["optimizer"]  # of any type until it is examined
+    steps = check_integer("steps", options["steps"], 1, 3, most=2**31 - 1)
+    seed = check_integer("seed", options.get("seed", 0), 0, 0)
+    check_loss(options["loss"])
+    check_update(norm, rates, steps)
+    check_global_hooks()
+    on_step, ema = check_on_step(options.get("on_step")), check_ema(options.get("ema"))
+    if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = with_average(optimizer, ema)
+    return Procedure(optimizer, steps, seed, norm, rates, on_step=on_step, ema=ema)
+
+
+def _with_checkpoints(how: Procedure, options: TrainOptions) -> Procedure:
+    """Return the procedure with where checkpoints are saved, and the one from which it resumes."""
+    every, folder, source = (options.get(n) for n in ("checkpoint_every", "checkpoint_dir", "resume_from"))
+    saving = check_saving(every, folder, options.get("checkpoint_keep", 2))
+    resume = None if source is None else take_up(find_checkpoint(source), how.facts, how.steps)
+    return replace(how, saving=saving and name_training(saving, resume), resume=resume)
+
+
+def _describe_job(what: Problem, how: Procedure, plan: Plan) -> dict[str, Any]:
+    """Return what the trace records besides the plan."""
+    blocks = repeated_blocks(what.model)
+    meta = {
+        "batch_size": what.batches.size(0),
         "steps": how.steps,
         "first_step": how.first_step,
         "seed": how.seed,
         "blocks": [len(chosen_blocks(plan.recompute, blocks)), len(blocks)],
     }
-    if isinstance(batches, WholeBatches) and batches.read_in:
-        meta["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}
-    return TrainJob(what, how, resolved, meta)
+    if isinstance(what.batches, WholeBatches) and what.batches.read_in:
+        meta["read_before"] = {"seconds": what.batches.read_in, "batches": len(what.batches)}
+    return meta
 
 
 def warn_if_unwise(plan: Plan) -> None:

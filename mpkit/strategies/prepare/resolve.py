@@ -71,26 +71,19 @@ def resolve(
     # ---- local
     def copy_for(place: int) -> LocalCopy:
         """Return the model as the rank at this place along tp holds it, at place 0 along cp and ep."""
-        tp = FakeGroup(plan.tp, place)
-
-        def group_of(axis: str) -> FakeGroup:
-            return tp if axis == "tp" else FakeGroup(plan.mesh.degree(axis))
-
+        groups = {
+            axis: FakeGroup(plan.mesh.degree(axis), place * (axis == "tp")) for axis in ("tp", "cp", "ep")
+        }
         local, sharded = model, ShardedModel()
         if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
             # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
             local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-            sharded = localize(local, plan, schedule, group_of)
+            sharded = localize(local, plan, schedule, groups.__getitem__)
         cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-        return LocalCopy(local, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
+        attention = attention_over(plan, groups.__getitem__, sharded.draws)
+        return LocalCopy(local, sharded, cut, attention, groups["tp"])
 
-    copies = [copy_for(0)]
-    if plan.tp > 1:
-        last = copy_for(plan.tp - 1)
-        if copies[0].shapes == last.shapes:  # then one copy serves all places
-            last.free()
-        else:
-            copies += [*map(copy_for, range(1, plan.tp - 1)), last]
+    copies = _copies_along(plan.tp, copy_for)
     # ---- observation
     sends_of_loss = _LossSends(loss, copies[0])
     numbers = [
@@ -105,29 +98,17 @@ def resolve(
     sends = all(layer.output is not None for layers in numbers[0].values() for layer in layers[:-2])
     partitions: list[PartitionedModel | None] = [None] * len(copies)
     if plan.stages > 1 and not (is_chain(model) and sends):
-        for i, each in enumerate(copies):
-            partitions[i] = partition_model(
-                each.model, shapes, plan, loss,
-                relays=not by_name, cut=each.cut, attention=each.attention, like=partitions[0],
-            )  # fmt: skip
-    if (partition := partitions[0]) is not None:
-        stages = [range(1)] * plan.stages
-        placed, held = tuple(partition.placed), tuple(partition.held)
-        shared = partition.shared_weights
-    else:
-        layers, first = layers_of(model), next(iter(numbers[0].values()))
-        costs = [layer.flops.forward + _numel(layer) for layer in first[:-1]]
-        stages = cut([name for name, _ in layers], costs, plan.stages, plan.cut)
-        placed = tuple(tuple(layers[i][0] for i in stage) for stage in stages)
-        held = tuple(tuple(name for i in stage for name in _names_in(*layers[i])) for stage in stages)
-        shared = shared_weights(layers, stages)
+        partitions = _partitions(copies, shapes, plan, loss, relays=not by_name)
+    stages, placed, held, shared = _lay_out(
+        partitions[0], layers_of(model), numbers[0], plan.stages, plan.cut
+    )
     # ---- parameters
     sharded = tuple(each.sharded for each in copies)
     parameters = _trained_by_rank(model, plan.mesh, schedule, held, sharded)
     for each in copies:
         each.free()
     return ResolvedPlan(
-        plan, schedule, tuple(stages), placed, held, tuple(shared), tuple(numbers), tuple(partitions),
+        plan, schedule, tuple(stages), tuple(placed), tuple(held), tuple(shared), tuple(numbers), tuple(partitions),
         sharded, parameters, sends_of_loss.most,
     )  # fmt: skip
 
@@ -167,6 +148,18 @@ class LocalCopy:
             self.model.get_parameter(name).data = torch.empty(0)
 
 
+def _copies_along(tp: int, copy_for: Callable[[int], LocalCopy]) -> list[LocalCopy]:
+    """Return the copies of all places along tp; one if all have the same shapes."""
+    first = copy_for(0)
+    if tp == 1:
+        return [first]
+    last = copy_for(tp - 1)
+    if first.shapes == last.shapes:
+        last.free()
+        return [first]
+    return [first, *map(copy_for, range(1, tp - 1)), last]
+
+
 class _LossSends:
     """A loss whose communication is counted: for vocab-parallel logits a few numbers per token, or an all-gather.
 
@@ -204,8 +197,47 @@ def _trained_by_rank(
     return tuple(counts)
 
 
-def _names_in(prefix: str, layer: nn.Module) -> list[str]:
-    return [name for name, _ in layer.named_parameters(prefix, remove_duplicate=False)]
+def _partitions(
+    copies: list[LocalCopy], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
+) -> list[PartitionedModel | None]:
+    """Return, by place along tp, how a model that is no chain is divided, alike everywhere."""
+    made: list[PartitionedModel | None] = []
+    for each in copies:
+        like = made[0] if made else None
+        made.append(
+            partition_model(
+                each.model,
+                shapes,
+                plan,
+                loss,
+                relays=relays,
+                cut=each.cut,
+                attention=each.attention,
+                like=like,
+            )
+        )
+    return made
+
+
+def _lay_out(
+    partition: PartitionedModel | None, layers: list[tuple[str, nn.Module]],
+    numbers: dict[Hashable, list[LayerNumbers]], stages: int, points: Sequence[int | str] | None,
+) -> tuple[list[range], list[tuple[str, ...]], list[tuple[str, ...]], list[SharedWeight]]:  # fmt: skip
+    """Return the layers of each stage, their names, those of its parameters, and the tied weights."""
+    if partition is not None:
+        return [range(1)] * stages, partition.placed, partition.held, partition.shared_weights
+    first = next(iter(numbers.values()))[:-1]
+    costs = [layer.flops.forward + _numel(layer) for layer in first]
+    parts = cut([name for name, _ in layers], costs, stages, points)
+    held = [
+        tuple(
+            name
+            for i in part
+            for name, _ in layers[i][1].named_parameters(layers[i][0], remove_duplicate=False)
+        )
+        for part in parts
+    ]
+    return parts, [tuple(layers[i][0] for i in part) for part in parts], held, shared_weights(layers, parts)
 
 
 def _numel(layer: LayerNumbers) -> float:
