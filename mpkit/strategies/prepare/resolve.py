@@ -71,9 +71,8 @@ def resolve(
     # ---- local
     def copy_for(place: int) -> LocalCopy:
         """Return the model as the rank at this place along tp holds it, at place 0 along cp and ep."""
-        groups = {
-            axis: FakeGroup(plan.mesh.degree(axis), place * (axis == "tp")) for axis in ("tp", "cp", "ep")
-        }
+        groups = {axis: FakeGroup(plan.mesh.degree(axis)) for axis in ("cp", "ep")}
+        groups["tp"] = FakeGroup(plan.tp, place)
         local, sharded = model, ShardedModel()
         if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
             # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
@@ -95,9 +94,8 @@ def resolve(
         for each in copies
     ]  # fmt: skip
     # ---- stages
-    sends = all(layer.output is not None for layers in numbers[0].values() for layer in layers[:-2])
     partitions: list[PartitionedModel | None] = [None] * len(copies)
-    if plan.stages > 1 and not (is_chain(model) and sends):
+    if plan.stages > 1 and not (is_chain(model) and _sends(numbers[0])):
         partitions = _partitions(copies, shapes, plan, loss, relays=not by_name)
     stages, placed, held, shared = _lay_out(
         partitions[0], layers_of(model), numbers[0], plan.stages, plan.cut
@@ -195,6 +193,11 @@ def _trained_by_rank(
         once = {id(p): (name, p) for name, p in mine.items() if p.requires_grad}
         counts.append(sum(prod(shards[n].shape) if n in shards else p.numel() for n, p in once.values()))
     return tuple(counts)
+
+
+def _sends(numbers: dict[Hashable, list[LayerNumbers]]) -> bool:
+    """Return whether each layer of a chain, but the last one, hands on what can be sent."""
+    return all(layer.output is not None for layers in numbers.values() for layer in layers[:-2])
 
 
 def _partitions(
