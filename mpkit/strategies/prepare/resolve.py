@@ -44,8 +44,6 @@ __all__ = ["resolve", "shared_weights"]
 Loss = Callable[[Any, Any], Any]
 Shapes = dict[Hashable, tuple[Value, Value]]
 """A micro-batch of every shape, by its signature."""
-Names = tuple[tuple[str, ...], ...]
-"""By stage."""
 
 
 def resolve(
@@ -56,8 +54,7 @@ def resolve(
     Args:
         model: the whole model, on the CPU; it is not changed.
         sizes: a batch of every size that occurs, the largest first.
-        plan, loss: the plan and loss of the training.
-        by_name: as in `prepare`.
+        plan, loss, by_name: as in `prepare`.
 
     Raises:
         ValueError: model, data and plan do not fit together.
@@ -181,7 +178,11 @@ class _LossSends:
 
 
 def _trained_by_rank(
-    model: nn.Module, mesh: Mesh, schedule: Schedule, held: Names, sharded: Sequence[ShardedModel]
+    model: nn.Module,
+    mesh: Mesh,
+    schedule: Schedule,
+    held: Sequence[tuple[str, ...]],
+    sharded: Sequence[ShardedModel],
 ) -> tuple[int, ...]:
     """Return, by rank, the elements of the trained parameters that it would hold if ZeRO sharded nothing."""
     whole = dict(model.named_parameters(remove_duplicate=False))
