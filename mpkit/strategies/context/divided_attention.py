@@ -36,7 +36,6 @@ ATTENTIONS = (
 RECOMPUTES = {
     "torch.utils.checkpoint": "torch.utils.checkpoint: leave that to mpkit.Plan(recompute='full'), and switch it off "
     "in the model (of transformers: model.gradient_checkpointing_disable())",
-    "mpkit.strategies.stage.recompute": "AttentionAgain: enter it before ContextParallel, not within",
 }
 
 
