@@ -151,8 +151,8 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
         fields["virtual_stages"], rest = divmod(number_of(values.get("--num-layers", 1)), each)
         if rest:
             raise ValueError(
-                f"megatron: {LAYERS_PER_STAGE}={values[LAYERS_PER_STAGE]} needs --num-layers, a multiple of {each}, the "
-                "layers of a stage on each pipeline rank; or --num-virtual-stages-per-pipeline-rank=2"
+                f"megatron: {LAYERS_PER_STAGE}={values[LAYERS_PER_STAGE]} needs --num-layers, a multiple of {each}: a "
+                "stage on each pipeline rank; or --num-virtual-stages-per-pipeline-rank=2"
             )
     fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
     if "--overlap-moe-expert-parallel-comm" in values:
