@@ -35,7 +35,6 @@ __all__ = [
 ]  # fmt: skip
 
 EXPERT_ROWS = Path(__file__).with_name("expert_rows")
-FOLDING = "moe_folding_T3.csv"
 MIXTRAL = Architecture(56, 6144, 48, kv_heads=8, ffn=16384, vocabulary=32768, gated=True, experts=8, top_k=2)
 MODELS = {
     "Mixtral-8x22B": MIXTRAL,

@@ -1,61 +1,20 @@
-"""What a fake trace is compared with: the trace of a real run of the same.
+"""What a dry run is compared with: the trace of a real run of the same.
 
-both                      the two
 communication, actions    what a rank asked for, and what it did
-check_same                they are the same
+check_same                both are the same
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.data import spirals
-from mpkit.models import MLP
 from mpkit.trace import Kind, RankTrace
-from tests.serial import Clusters
 
 MODEL_STATES = ("params", "grads", "optimizer")
-STEPS = 2  # DDP lays its buckets out anew after the first
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
-    "mlp": (lambda: MLP(2, 3, width=13, layers=3), lambda: spirals(6, 1)[0], F.cross_entropy)
-}
-
-
-def both(
-    clusters: Clusters, kind: str, plan: mk.Plan, optimizer: Any, **how: Any
-) -> tuple[mk.Trace, mk.Trace]:
-    """The trace of a real run, and the fake one of the same."""
-    model_fn, data, loss = MODELS[kind]
-    batch = data()
-    shape_only = tuple(torch.empty_like(tensor, device="meta") for tensor in batch)
-    run = (
-        clusters(plan.ranks)
-        .train(model_fn(), [batch], plan, loss=loss, optimizer=optimizer, steps=STEPS, **how)
-        .wait()
-    )  # one process's cluster may be that of the fake ranks
-    fake = mk.trace_fake(
-        model_fn, plan, batch=shape_only, loss=loss, optimizer=optimizer, steps=STEPS,
-        cluster=clusters(1), **how,
-    )  # fmt: skip
-    return run.trace, fake
 
 
 def communication(rank: RankTrace) -> list[tuple[Any, ...]]:

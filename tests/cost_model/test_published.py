@@ -88,7 +88,9 @@ def test_eager_steps_measured_on_an_h200_are_within_15_percent_in_the_mean() -> 
 
 
 def test_the_presets_are_what_the_rows_give(steps: list[Observation]) -> None:
-    rows = [step for step in steps if step.stack.name in {"nanotron", "megatron-2021"}]
+    rows = [
+        step for step in steps if step.stack.name == "megatron-2021"
+    ]  # two devices; one is the other's prior
     for key, preset in fit_all(rows).items():
         shipped = presets()[key]
         assert preset.constants.matmul == pytest.approx(shipped.constants.matmul, rel=1e-3)

@@ -20,7 +20,7 @@ from mpkit.plan.axes import AXES
 from mpkit.plan.mesh import Mesh
 from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
-from tests.fakes import adamw, sgd
+from tests.recipes import adamw, sgd
 from tests.serial import Clusters
 
 # ---- A rank played alone on tensors without content does what the real one does.
