@@ -31,37 +31,6 @@ RANKS = (
 )
 """The code of `ranks.ipynb`, likewise."""
 
-WATCHED = (
-    """import time
-from pathlib import Path
-
-import mpkit as mk
-import torch
-
-cluster = mk.Cluster(ranks=2, device="cpu")""",
-    """def program(ctx):
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(100):
-        loss = model(torch.randn(256, 512)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 25 == 0:
-            print("begun:", step)
-        while step == 50 and not Path("seen").exists():
-            time.sleep(0.01)
-    return dist.get_world_size()
-
-
-cluster.run(program, watch=True)""",
-    "cluster.run(lambda ctx: 1 / ctx.rank, watch=True)",
-)
-"""The code of `watched.ipynb`, likewise; its program waits until the test has touched `seen`, beside the notebook."""
-
 ENDED = (
     """import time
 
@@ -83,9 +52,6 @@ run = cluster.train(
 )""",
 )
 """The code of `ended.ipynb`, likewise; its run never ends by itself."""
-
-PREDICT = ("import mpkit as mk\n\nguess = mk.predict('bubble')\nguess", "guess.against()")
-"""The code of `predict.ipynb`, likewise."""
 
 TOUCH = """(name) => {
   const { contents } = window.jupyterapp.serviceManager;

@@ -164,7 +164,6 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits_where_the_software_doe
 
 MACHINE, MIXTRAL = "8x-h100-nvlink", "mixtral-8x7b"
 ASKED: dict[str, Any] = {"global_batch": 64, "sequence": 4096}
-PLAN = mk.Plan(dp=8, ep=8, zero=1, microbatches=8, precision="bf16")
 
 
 @pytest.mark.parametrize("stack", ["pytorch", "megatron", "torchtitan"])
