@@ -205,10 +205,14 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     ],
 )
 def test_mixtures_of_transformers_equal_serial_training(train: Train, name: str, plan: mk.Plan) -> None:
-    task = ZOO[name].task
+    task, model = ZOO[name].task, build(ZOO[name])
+    if (
+        plan.tp > 1
+    ):  # sums in another order, and Mixtral's norms and router compute in 32 bits whatever its weights are
+        model.float()
     data = [batch_of(task) for _ in range(2)]
     check_equal(
-        train, build(ZOO[name]), data, plan,
+        train, model, data, plan,
         steps=2, loss=loss_of(task), optimizer=sgd, microbatches=plan.microbatches,
     )  # fmt: skip
 
