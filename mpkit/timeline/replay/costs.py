@@ -65,10 +65,7 @@ def machine_of(wanted: Hardware | str | None, meta: Mapping[str, Any], world_siz
     device, dtype = chosen.device, str(meta.get("dtype", "float32"))
     measured = _on_cpu if fake or not on_gpu else _launched_time if imported else _on_gpu
     is_known = not on_gpu or name in find()  # an unnamed GPU is like no other
-    rates = (
-        f"{device.name}: FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at "
-        f"{device.bandwidth / 1e9:,.0f} GB/s, whichever takes longer"
-    )
+    rates = _in_rates(device, dtype)
     scale = own.device.rate(dtype) / device.rate(dtype) if is_known and not fake else 1.0
 
     def modelled(ops: Array) -> Array:
@@ -104,17 +101,30 @@ def machine_of(wanted: Hardware | str | None, meta: Mapping[str, Any], world_siz
             f"it takes its measured time. Only communication is that of the other machine; {_in_words(chosen.link)}."
         )
         return ReplayMachine(chosen, lambda _: _launched_time, True, [note])
+    return ReplayMachine(
+        chosen, lambda rank: _scaled(bounds[rank], own.device, device), True, [_scaling(bounds, own, chosen)]
+    )
+
+
+def _scaling(bounds: list[Mapping[str, Mapping[str, int]]], own: Hardware, chosen: Hardware) -> str:
+    """Say how imported kernels are scaled to another device, and how much of their time by what."""
     sums = sum((Counter(each) for kinds in bounds for each in kinds.values()), Counter[str]())
     listed = (f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common())
-    note = (
-        f"Each kernel is scaled from {own.device.name} to {device.name} by what bounds it: products by the rates in "
-        f"their dtype, other kernels by the memories' bandwidth ({', '.join(listed) or 'all of them took 0 s'}). "
+    return (
+        f"Each kernel is scaled from {own.device.name} to {chosen.device.name} by what bounds it: products by the "
+        f"rates in their dtype, other kernels by the memories' bandwidth ({', '.join(listed) or 'all of them took 0 s'}). "
         "Starting a kernel takes as long as it took."
     )
-    return ReplayMachine(chosen, lambda rank: _scaled(bounds[rank], own.device, device), True, [note])
 
 
 _BOUND = {"memory": "bound by memory", "fixed": "the same anywhere", "bfloat16": "products in 16 bits"}
+
+
+def _in_rates(device: Device, dtype: str) -> str:
+    return (
+        f"{device.name}: FLOPs at {device.rate(dtype) / 1e12:,.3g} TFLOP/s or bytes at "
+        f"{device.bandwidth / 1e9:,.0f} GB/s, whichever takes longer"
+    )
 
 
 def _in_words(link: Link) -> str:
