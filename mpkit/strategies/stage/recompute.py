@@ -101,12 +101,13 @@ class Setting:
 class WrittenState:
     """The buffers of a module whose forwards run twice: the second begins with what the first found.
 
-    A forward clones those into which an earlier one wrote; the first forward clones all.
+    A forward clones those of the modules within it that an earlier one wrote into; the first forward clones all. Of a
+    BatchNorm only the counter's version shows that it was written: torch's kernel moves the statistics unseen.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._written: set[tuple[nn.Module, str]] | None = None  # None: not known yet
+        self._written: set[nn.Module] | None = None  # None: not known yet
 
     def _now(self) -> Buffers:
         return {
@@ -122,18 +123,16 @@ class WrittenState:
         found = self._now()
         versions = {key: buffer._version for key, buffer in found.items()}
         start = {
-            key: buffer.clone() if self._written is None or key in self._written else buffer
+            key: buffer.clone() if self._written is None or key[0] in self._written else buffer
             for key, buffer in found.items()
         }
         yield start
-        written = {key for key, buffer in found.items() if buffer._version != versions[key]}
+        written = {key[0] for key, buffer in found.items() if buffer._version != versions[key]}
         if self._written is None:
             self._written = written
-            start |= {key: found[key] for key in found.keys() - written}
+            start |= {key: buffer for key, buffer in found.items() if key[0] not in written}
         elif late := written - self._written:
-            name = next(
-                name for name, each in self.module.named_modules() if each in {key[0] for key in late}
-            )
+            name = next(name for name, each in self.module.named_modules() if each in late)
             raise MpkitError(
                 f"{name or type(self.module).__name__} wrote into a buffer into which it had not written before, and "
                 "recompute= needs the value that was there. Write into it in the first forward too, or keep all "
