@@ -92,8 +92,8 @@ RULES: tuple[Callable[..., bool], ...] = (
     lambda model, tp: tp == "-" or model in LANGUAGE or (model == "mlp" and tp != "sequence"),
     lambda model, recompute: recompute != "selective" or model in LANGUAGE,
     lambda model, recompute: recompute != "every=2" or model != "mlp",
-    # A ResNet's statistics of a few samples make its gradients in 16 bits mostly rounding, and overflow in fp16.
-    lambda model, precision: model != "resnet" or precision in ("fp64", "fp32"),
+    # A ResNet's statistics of a few samples make its gradients mostly rounding in less than 64 bits.
+    lambda model, precision: model != "resnet" or precision == "fp64",
     lambda model, microbatches, replicas: model != "resnet" or microbatches == "1" or replicas == "-",
     # ---- what a schedule has to have
     lambda schedule, microbatches: schedule not in ("interleaved_zb", "dualpipev") or microbatches == "4",
@@ -161,7 +161,7 @@ ROWS, IMPOSSIBLE = covering()
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
-    """All pairs are counted anew: 28 are impossible, each by one of the rules."""
+    """All pairs are counted anew: 29 are impossible, each by one of the rules."""
     together = set().union(*map(pairs_of, ROWS))
     assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
     missing = [
@@ -170,7 +170,7 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
         if ((a, x), (b, y)) not in together and x not in PEERS
     ]  # fmt: skip
     assert set(missing) == IMPOSSIBLE
-    assert len(missing) == 28, missing
+    assert len(missing) == 29, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
     assert len(ROWS) <= 40
 
@@ -204,9 +204,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
+def adamw(params: Any, eps: float = 1e-6) -> torch.optim.Optimizer:
     """Its eps is far above gradients that are zero but for rounding."""
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
+    return torch.optim.AdamW(params, lr=1e-2, eps=eps)
 
 
 @mk.optimizer.by_name
@@ -325,7 +325,10 @@ def test_a_row_equals_serial_training(train: Train, clusters: Clusters, tmp_path
     if row["replicas"] == "dp":
         sizes = (8, 8) if row["microbatches"] == "4" else (6, 6)
     data, held_out = batches(kind, row["loss"], dtype, *sizes), batches(kind, row["loss"], dtype, *held)
-    optimizer = {"sgd": sgd, "adamw": adamw, "groups": groups}[row["optimizer"]]
+    narrow = row["precision"] in NARROW
+    optimizer = {"sgd": sgd, "adamw": partial(adamw, eps=1e-3) if narrow else adamw, "groups": groups}[
+        row["optimizer"]
+    ]
     how: dict[str, Any] = {
         "optimizer": optimizer, "max_grad_norm": 0.3 if row["clip"] == "norm" else None,
         "lr_schedule": halved if row["rate"] == "halved" else None,
@@ -368,7 +371,7 @@ def test_a_row_equals_serial_training(train: Train, clusters: Clusters, tmp_path
 
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NEAR = {"fp64": (1e-8, 1e-8), "fp32": (1e-4, 1e-5), "fp16": (2e-2, 0.04), "bf16": (3e-2, 0.1)}
+NEAR = {"fp64": (1e-8, 1e-8), "fp32": (1e-4, 1e-5), "fp16": (2e-2, 0.01), "bf16": (3e-2, 0.02)}
 """How near losses are, and weights: as a part of how far training has moved them."""
 
 

@@ -112,8 +112,8 @@ def _scaling(bounds: list[Mapping[str, Mapping[str, int]]], own: Hardware, chose
     listed = (f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common())
     return (
         f"Each kernel is scaled from {own.device.name} to {chosen.device.name} by what bounds it: products by the "
-        f"rates in their dtype, other kernels by the memories' bandwidth ({', '.join(listed) or 'all of them took 0 s'}). "
-        "Starting a kernel takes as long as it took."
+        f"rates in their dtype, other kernels by the memories' bandwidth "
+        f"({', '.join(listed) or 'all of them took 0 s'}). Starting a kernel takes as long as it took."
     )
 
 
