@@ -120,6 +120,7 @@ def read_told(folder: Path) -> CheckpointHead:
         raise DamagedCheckpoint(
             f"its {HEAD} was changed or damaged after it was written: its SHA-256 differs"
         )
+    damaged = DamagedCheckpoint(f"its {HEAD} holds what no training writes")
     try:
         head = CheckpointHead(**values)
         fits = Plan.from_json(head.plan).ranks == head.world_size and 0 < head.scaler["scale"] < math.inf
@@ -131,7 +132,7 @@ def read_told(folder: Path) -> CheckpointHead:
         forms = [*head.facts["trained"].values(), *head.facts["others"].values(), head.facts["optimizer"]]
         fits = fits and all(isinstance(text, str) for text in (*forms, *head.facts["states"], head.training))
     except (KeyError, TypeError, ValueError, AttributeError):
-        fits = False
+        raise damaged from None
     if not fits:
-        raise DamagedCheckpoint(f"its {HEAD} holds what no training writes")
+        raise damaged
     return head
