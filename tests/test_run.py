@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import mpkit as mk
 from mpkit.launch.launch import Launch
 from mpkit.launch.session.run import Run
 from mpkit.models import MLP
+from tests.limits import PROGRAM
 
 mse = torch.nn.functional.mse_loss
 
@@ -137,3 +140,33 @@ def test_a_trace_that_is_read_while_the_ranks_exit_is_not_taken_for_all_of_it(
     monkeypatch.setattr(mk.Trace, "read", read_until_the_ranks_have_ended)
     trace: Any = Launch.trace
     assert [trace.fget(launch) for _ in range(3)] == ["a part", "all of it", "all of it"]
+
+
+PRINTS = """
+import sys, threading, time
+from mpkit.common.process_wide import silent
+
+class Slow:
+    def write(self, text):
+        time.sleep(0.0005)
+        return len(text)
+    def flush(self):
+        pass
+
+sys.stdout = Slow()
+
+def prove():
+    for _ in range(500):
+        with silent():
+            time.sleep(0.0002)
+
+proof = threading.Thread(target=prove)
+proof.start()
+while proof.is_alive():
+    print("a", "b", "c")
+"""
+
+
+def test_a_print_while_the_proof_is_silent_does_not_crash() -> None:
+    """CPython's print wrote to a stream that the other thread had freed, in three runs of three."""
+    subprocess.run([sys.executable, "-c", PRINTS], check=True, timeout=PROGRAM)

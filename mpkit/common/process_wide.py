@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,10 @@ class Replacements:
 
 LOCK = threading.RLock()
 
+_LAST: deque[_StreamBeforeThread] = deque(maxlen=16)
+"""The last streams that were `sys.stdout`, kept alive: `print` holds no reference to the one that it writes to, and
+crashes the process where another thread frees it meanwhile (python/cpython#130163)."""
+
 
 @contextmanager
 def silent() -> Iterator[None]:
@@ -56,6 +61,7 @@ def silent() -> Iterator[None]:
     ):  # one that somebody has put back since
         before = before.stream
     filtered = sys.stdout = _StreamBeforeThread(before)
+    _LAST.append(filtered)
     show = warnings.showwarning
 
     def show_others(*args: Any, **kwargs: Any) -> None:

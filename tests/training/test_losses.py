@@ -85,7 +85,7 @@ def test_what_is_loaded_later_is_looked_at_on_the_ranks(clusters: Clusters) -> N
         if ends == "finished":
             run.wait()
             continue
-        with pytest.raises(mk.errors.NotSerial, match=r"(?s)step 4.*ignored targets.*\(total, count\)"):
+        with pytest.raises(mk.errors.NotSerial, match=r"(?s)step 4.*ignore_index.*\(total, count\)"):
             run.wait()
     # and of one of torch's means nothing has to be known
     data = mk.Batches(torch.utils.data.TensorDataset(x, masked), batch_size=4, shuffle=False)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.models import GPT
-from mpkit.strategies.tensor import operators, shards
+from mpkit.strategies.tensor import operators
 from mpkit.strategies.wrappers.pipeline import PipelineParallel
 from tests.serial import Clusters
 
@@ -185,7 +185,6 @@ def a_divided_fault(ctx: Any, kind: str) -> str:
     split = PipelineParallel._split
     wrong: dict[str, Any] = {
         "width": patch.object(operators._G, "forward", staticmethod(lambda ctx, group, y: y.clone())),
-        "sequence": patch.object(shards, "_sum", lambda group, gradient: gradient),
         "pipeline": patch.object(PipelineParallel, "_split", lambda *given: split(*given)[:1] * 2),
     }
     with wrong[kind], pytest.raises(mk.errors.NotSerial) as e:
@@ -194,10 +193,9 @@ def a_divided_fault(ctx: Any, kind: str) -> str:
 
 
 def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -> None:
-    wanted = {"width": "forward is", "sequence": "the gradient of", "pipeline": "forward is"}
-    for kind, text in wanted.items():
+    for kind in ("width", "pipeline"):
         one, other = clusters(2).run(a_divided_fault, kind)
-        assert one == other and text in one, (kind, one)
+        assert one == other and "forward is" in one, (kind, one)
 
 
 # ---------------------------------------------------------------- what is given
