@@ -48,7 +48,7 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     alike = bool((ctx.comm.all_gather(mark) == mark).all())
     answers: dict[str, Any] = {"all ranks make the same groups": alike, "pp": None, "dp": None, "tp": None}
     for axis in ("pp", "dp", "tp") if alike else ():
-        total = ctx.comm.all_reduce(torch.tensor([2**ctx.rank]), groups[axis])
+        total = groups[axis].all_reduce(torch.tensor([2**ctx.rank]))
         answers[axis] = [rank for rank in range(case.ranks) if int(total) >> rank & 1]
     return answers
 

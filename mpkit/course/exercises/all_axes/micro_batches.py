@@ -53,13 +53,13 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     for each in cut:
         torch.autograd.backward(F.mse_loss(model(x[each]), y[each]) / len(cut))
     flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    gradient = ctx.comm.all_reduce(flat, along["dp",], op="mean")
+    gradient = along["dp",].all_reduce(flat, op="mean")
     # ---- who has what
-    of_replica = ctx.comm.all_reduce(used.clone(), along["pp", "tp"], op="mean")
+    of_replica = along["pp", "tp"].all_reduce(used.clone(), op="mean")
     return {
         "samples in each micro-batch": [len(each) for each in cut],
         "the same samples along pp and tp": torch.equal(of_replica, used),
-        "how often a sample is used": ctx.comm.all_reduce(used, along["dp",]),
+        "how often a sample is used": along["dp",].all_reduce(used),
         "gradient": gradient,
     }
 
