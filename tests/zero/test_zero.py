@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,28 @@ class Spare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
+
+
+class Scaled(nn.Linear):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_scalar_with_an_initial_state(train: Train, zero: int) -> None:
+    """Adagrad makes its states before the first step, of the shape that the parameter has then."""
+    torch.manual_seed(6)
+    data = [(normal(5, 3), normal(5, 3))]
+    check_equal(
+        train, nn.Sequential(Scaled(), Scaled()).double(), data, mk.Plan.zero(zero, 2), loss=F.mse_loss, steps=2,
+        optimizer=partial(torch.optim.Adagrad, lr=0.1),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("zero", [1, 3])

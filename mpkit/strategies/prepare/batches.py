@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from mpkit.plan.kinds import whole
-from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.datasets import WANTED, checked_batch
 from mpkit.strategies.data.microbatch import Value, batch_size, part, split
@@ -122,13 +121,15 @@ def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Val
     ]
 
 
-def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
-    """Check that every batch has a sample for each micro-batch of a plan, and equally many for each of DP's ranks.
+def check_split(batches: list[tuple[Value, Value]], asked: str, m: int, n: int = 1) -> None:
+    """Check that every batch has a sample for each of m micro-batches, and equally many for each of DP's n ranks.
+
+    Args:
+        asked: the plan in words, for the error.
 
     Raises:
         ValueError: a batch has too few samples, or DP cannot scatter it.
     """
-    m, n = plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1
     for i, (inputs, _) in enumerate(batches):
         size = batch_size(inputs)
         if size < m:
@@ -138,12 +139,12 @@ def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
                 "" if isinstance(batches, WholeBatches) or not i else ", or drop_last=True in mk.Batches"
             )
             raise ValueError(
-                f"{plan}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
+                f"{asked}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
                 f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
             )
         if any((end - start) % n for start, end in split(size, m)):
             raise ValueError(
-                f"nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
+                f"{asked}: nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
                 f"{'a batch' if m == 1 else f'one of {m} micro-batches of a batch'} of {size}. Plan.ddp({n}) takes "
                 f"batches of any size; DP takes one of {n * m * max(1, round(size / n / m))}."
             )

@@ -18,7 +18,6 @@ from torch import nn
 
 from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
-from mpkit.plan.rules import call_of
 from mpkit.strategies.context.sequence import check_not_packed
 from mpkit.strategies.data.batches import check_integer
 from mpkit.strategies.job.feed import WholeBatches
@@ -94,7 +93,7 @@ def prepare(
     with quiet(), on_threads(torch.get_num_threads() - 1):
         batches = take_batches(data, how.steps)
         sizes = of_every_size(batches, how.steps)
-        check_split(sizes, plan)
+        check_split(sizes, str(plan), plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1)
         evaluation = take_evaluation(options.get("evaluate"), options.get("every"), sent)
         further = [] if evaluation is None else of_every_size(evaluation.batches, len(evaluation.batches))
         for inputs, _ in (*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further):
@@ -175,5 +174,5 @@ def warn_if_unwise(plan: Plan) -> None:
     }[plan.zero]
     report(
         f"{plan}: in a pipeline ZeRO-{plan.zero} {why}, where ZeRO-1 sends 2 psi. "
-        f"Unless memory forces you, {call_of(plan, {'zero': 1})}"
+        f"Unless memory forces you, {replace(plan, zero=1)}"
     )

@@ -97,14 +97,15 @@ class FlatLayout:
     def parts(self, shard: Tensor) -> list[Tensor]:
         """Return each parameter's part of a shard (k,): the elements that are this rank's, in one dimension.
 
-        Where parameters are divided by owner, it is a parameter in its shape.
+        Where parameters are divided by owner, it is a parameter in its shape, as a scalar is anywhere.
         """
         found = []
         for i, (parameter, parameter_start) in enumerate(zip(self.parameters, self.starts, strict=True)):
             start, end = self.own(i)
             at = parameter_start + start - self.begin
             part = shard[at : at + end - start] if start < end else shard[:0]
-            found.append(part.view(parameter.shape) if self.by_owner and start < end else part)
+            is_whole = start < end and (self.by_owner or not parameter.dim())
+            found.append(part.view(parameter.shape) if is_whole else part)
         return found
 
 
