@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -121,11 +121,11 @@ def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Val
     ]
 
 
-def check_split(batches: list[tuple[Value, Value]], asked: str, m: int, n: int = 1) -> None:
+def check_split(batches: list[tuple[Value, Value]], asked: Callable[[], str], m: int, n: int = 1) -> None:
     """Check that every batch has a sample for each of m micro-batches, and equally many for each of DP's n ranks.
 
     Args:
-        asked: the plan in words, for the error.
+        asked: says the plan, for the error.
 
     Raises:
         ValueError: a batch has too few samples, or DP cannot scatter it.
@@ -139,12 +139,12 @@ def check_split(batches: list[tuple[Value, Value]], asked: str, m: int, n: int =
                 "" if isinstance(batches, WholeBatches) or not i else ", or drop_last=True in mk.Batches"
             )
             raise ValueError(
-                f"{asked}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
+                f"{asked()}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
                 f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
             )
         if any((end - start) % n for start, end in split(size, m)):
             raise ValueError(
-                f"{asked}: nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
+                f"{asked()}: nn.DataParallel's way is to scatter equal parts, and {n} ranks do not divide "
                 f"{'a batch' if m == 1 else f'one of {m} micro-batches of a batch'} of {size}. Plan.ddp({n}) takes "
                 f"batches of any size; DP takes one of {n * m * max(1, round(size / n / m))}."
             )

@@ -88,7 +88,7 @@ def _find(
     with quiet():
         batches = take_batches([batch], 1)
         assert isinstance(batches, WholeBatches)
-        check_split(batches, str(plan), plan.microbatches)
+        check_split(batches, plan.__str__, plan.microbatches)
         shapes = one_of_each_shape(batches, plan.microbatches, 1)
         observe(model, shapes, loss, plan, counts=False)  # refuses what the model or the loss refuses
         partition = partition_model(model, shapes, plan, loss)

@@ -93,7 +93,7 @@ def prepare(
     with quiet(), on_threads(torch.get_num_threads() - 1):
         batches = take_batches(data, how.steps)
         sizes = of_every_size(batches, how.steps)
-        check_split(sizes, str(plan), plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1)
+        check_split(sizes, plan.__str__, plan.microbatches, plan.dp if plan.data_parallel == "dp" else 1)
         evaluation = take_evaluation(options.get("evaluate"), options.get("every"), sent)
         further = [] if evaluation is None else of_every_size(evaluation.batches, len(evaluation.batches))
         for inputs, _ in (*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further):
