@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -103,6 +104,9 @@ def test_a_plan_that_works_against_itself_says_so(clusters: Any) -> None:
     with pytest.warns(mk.errors.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1") as said:
         clusters(4).train(small_gpt(), tokens(4, 12, 33), plan, **HOW | {"steps": 1}).wait()
     assert {each.filename for each in said} == {__file__}, "shown at the user's line"
+    offloaded = replace(plan, offload="params")
+    with pytest.warns(mk.errors.UnwisePlan, match="zero=1, offload='optimizer'"):  # a plan that works
+        clusters(4).train(small_gpt(), tokens(4, 12, 33), offloaded, **HOW | {"steps": 1}).wait()
     made = {"batch": tokens(4, 12, 33)[0], "loss": HOW["loss"], "optimizer": HOW["optimizer"]}
     with pytest.warns(mk.errors.UnwisePlan, match="3 m psi") as said:
         mk.trace_fake(small_gpt, plan, cluster=clusters(4), **made)

@@ -220,9 +220,12 @@ def test_a_step_is_what_lies_between_two_optimizer_steps(clusters: Clusters, pro
     # On the clock of the trace, which other load on the machine does not change.
     timeline = clusters(2).timeline()
     spans = timeline.spans[(timeline.spans["kind"] == Kind.OPTIMIZER) & (timeline.spans["depth"] == 0)]
-    last = np.max([spans["end"][spans["rank"] == rank] for rank in (0, 1)], axis=0)
-    times = [timeline.step(step).step_time for step in timeline.steps]
-    assert times[1:4] == pytest.approx(np.diff(last).tolist(), rel=0.01)
+    ended = np.array([spans["end"][spans["rank"] == rank] for rank in (0, 1)])
+    times = np.array([timeline.step(step).step_time for step in timeline.steps[1:4]])
+    last, first = ended.max(axis=0), ended.min(axis=0)
+    # A rank whose optimizer is done begins the next step, while the other one may still update its weights.
+    assert (times > 0.99 * np.diff(last)).all()
+    assert (times < last[1:] - first[:-1] + 1e-9).all()
 
 
 # ---- Calls of torch.distributed that do not fit their peers' end with both ranks and lines, as those of `ctx.comm` do.

@@ -167,6 +167,8 @@ def warn_if_unwise(plan: Plan) -> None:
     m = plan.microbatches
     if plan.pp == 1 or plan.dp * plan.cp == 1 or plan.zero < 2 or m == 1:
         return
+    # Parameters are kept on the host in stage 3 only.
+    cheaper = replace(plan, zero=1, offload="optimizer" if plan.offload == "params" else plan.offload)
     why = {
         2: f"reduces the gradients after each micro-batch's backward, (m + 1) psi per step with m = {m}",
         3: f"gathers the parameters for each micro-batch's forward and backward and reduces the gradients after, "
@@ -174,5 +176,5 @@ def warn_if_unwise(plan: Plan) -> None:
     }[plan.zero]
     report(
         f"{plan}: in a pipeline ZeRO-{plan.zero} {why}, where ZeRO-1 sends 2 psi. "
-        f"Unless memory forces you, {replace(plan, zero=1)}"
+        f"Unless memory forces you, {cheaper}"
     )
