@@ -6,7 +6,7 @@ Begin  with `cost_model/step.py` (a step from sizes), then `advice/search.py` (a
 
 cost_model/  estimate, fits, calibrate     dry_run/   a rank of each kind, on tensors without content
 advice/      which plan                    experiments/   several runs side by side
-what_if.py   a run's step after changes    experts/       DeepSeek's balancer of experts
+what_if.py   a run's step after changes    expert_balance.py   where experts should be
 
 May import  all rooms but `views` and `course`.
 """

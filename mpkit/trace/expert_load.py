@@ -66,8 +66,8 @@ class ExpertLoad(DrawnResult):
         ]
         return data_frame(listed, columns)
 
-    def balance(self, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1, step: int = -1) -> Any:
-        """Return where DeepSeek's balancer (EPLB) would place the experts, some of them more than once.
+    def balance(self, replicas: int, gpus: int) -> Any:
+        """Return where DeepSeek's balancer (EPLB) would place the experts after the last step, some more than once.
 
         >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
         >>> print(load.balance(6, gpus=2).imbalance["block0"])
@@ -76,22 +76,16 @@ class ExpertLoad(DrawnResult):
         Args:
             replicas: the slots for experts of each layer, on all GPUs together: as many as there are experts, or more
                 for copies of busy ones.
-            gpus: how many divide the experts (`Plan(ep=gpus)`), on all nodes together.
-            nodes: the machines.
-            groups: into how many groups the router divides the experts (`n_group` of DeepSeek-V3). If nodes divide
-                them, the groups of a node stay together.
-            step: the step's place among those that were counted; -1: the last one.
+            gpus: how many divide the experts (`Plan(ep=gpus)`).
 
         Returns:
             An `ExpertBalance`: `layers` with `phy2log`, `load_before` and `load_after`; `imbalance`, `time_ratio`,
             `moves`. It shows itself as a picture in a notebook.
 
         Raises:
-            ValueError: there is no such step, or the numbers do not divide; the message says which would.
+            ValueError: the numbers do not divide; the message says which would.
         """
-        return resolve_name("mpkit.prediction.experts.expert_balance:balance_load")(
-            self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step
-        )
+        return resolve_name("mpkit.prediction.expert_balance:balance_load")(self, replicas, gpus)
 
     __repr__ = DrawnResult.__str__
 

@@ -24,7 +24,6 @@ NEEDS_NO_TORCH = (
     "timeline",
     "prediction/cost_model",
     "prediction/advice",
-    "prediction/experts",
     *(
         f"views/{each}"
         for each in ["browser", "drawing", "memory", "timeline", "page", "placement", "dashboard"]

@@ -17,7 +17,7 @@ from mpkit.views.theme import GREY
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from mpkit.prediction.experts.expert_balance import ExpertBalance, LayerBalance
+    from mpkit.prediction.expert_balance import ExpertBalance, LayerBalance
     from mpkit.timeline.traffic import CommMatrix
     from mpkit.trace.attention_work import AttentionWork
     from mpkit.trace.expert_load import ExpertLoad
@@ -217,9 +217,8 @@ def _slots(layer: LayerBalance, held: list[list[int]], copies: list[int]) -> Ite
 
 def _where(balance: ExpertBalance) -> str:
     first = balance.layers[0]
-    nodes = f" of {balance.nodes} nodes" if balance.nodes > 1 else ""
-    where = f"{len(first.rows)} experts in {len(first.phy2log)} slots of {balance.gpus} GPUs{nodes}"
-    return f"{where}, {balance.policy} policy, rows of step {balance.step}"
+    where = f"{len(first.rows)} experts in {len(first.phy2log)} slots of {first.gpus} GPUs"
+    return f"{where}, rows of step {balance.step}"
 
 
 def balance_text(balance: ExpertBalance) -> str:

@@ -1,12 +1,19 @@
-"""ExpertBalance: a placement of experts by DeepSeek's balancer, and what it would do to the rows of a run's step.
+"""Where experts should be: DeepSeek's load balancer (EPLB), and what its placement would do to the rows of a run.
 
-    before    experts are where expert parallelism has them: neighbours of the run's order share a GPU
-    balance   each layer by itself, from the rows that its experts computed (`Run.expert_load`)
-    keep      a layer stays as it is if the greedy packing is not better, which can be
-    after     the copies of an expert share its rows evenly
+A router chooses *logical* experts; GPUs have slots for *physical* ones. There are more slots than experts, so that busy
+experts get several, which share their rows evenly. For each layer, from the rows that its experts computed:
+
+    replicate   each further slot goes to the expert whose copies have the most rows each
+    pack        the heaviest slot first, each onto the least busy GPU that has room; all GPUs have as many
+    keep        a layer stays as it is if the greedy packing is not better, which can be
 
 A layer of experts takes as long as its busiest GPU, because all meet in the all-to-all. So the time of all layers
 changes as the sum of their busiest GPUs' rows does.
+
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.4 ("redundant experts"), and the
+repository deepseek-ai/EPLB, of which this is the *global* policy, and whose name `phy2log` is. As there, loads are
+float32. Of equal ones the first is taken, which that code leaves to torch's sort; apart from such ties the placements
+are the same.
 """
 
 from __future__ import annotations
@@ -14,12 +21,51 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.common.display import DrawnResult
-from mpkit.prediction.experts.load_balancer import Indices, balance_experts
 from mpkit.trace.expert_load import ExpertLoad, Rows
 
-__all__ = ["ExpertBalance", "LayerBalance", "balance_load"]
+__all__ = ["ExpertBalance", "LayerBalance", "balance_load", "place_experts"]
+
+Indices = npt.NDArray[np.int64]
+
+
+def place_experts(rows: npt.ArrayLike, replicas: int, gpus: int) -> Indices:
+    """Return a placement in which GPUs are about equally busy: phy2log, [R], the logical expert of each slot.
+
+    GPU g of n has the slots g R/n to (g + 1) R/n - 1.
+
+    >>> place_experts([90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], 16, gpus=8).tolist()
+    [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1]
+
+    Args:
+        rows: [E], of each expert.
+        replicas: R, the slots of all GPUs together, at least E and a multiple of `gpus`.
+        gpus: how many there are.
+    """
+    load = np.asarray(rows, dtype=np.float32)
+    # ---- replicate
+    expert_of, copies = list(range(len(load))), np.ones(len(load), dtype=np.float32)
+    for _ in range(replicas - len(load)):
+        busiest = int(np.argmax(load / copies))
+        expert_of.append(busiest)
+        copies[busiest] += 1
+    phy2log: Indices = np.array(expert_of)
+    if gpus == replicas:
+        return phy2log
+    # ---- pack
+    weights = (load / copies)[phy2log]
+    packed: list[list[int]] = [[] for _ in range(gpus)]
+    total = np.zeros(gpus, dtype=np.float32)
+    for slot in np.argsort(-weights, kind="stable").tolist():
+        least = min(
+            (gpu for gpu in range(gpus) if len(packed[gpu]) < replicas // gpus), key=total.__getitem__
+        )
+        packed[least].append(slot)
+        total[least] += weights[slot]
+    phy2log = phy2log[np.ravel(packed)]
+    return phy2log
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +94,8 @@ class LayerBalance:
         return np.bincount(self.phy2log, minlength=len(self.rows))
 
     @property
-    def slots(self) -> Rows:
-        """[gpus, R / gpus]: the rows of each slot, an even share of its expert's."""
-        shares: Rows = self.rows / self.copies
-        return shares[self.phy2log].reshape(self.gpus, -1)
-
-    @property
     def held_before(self) -> list[Indices]:
-        """By GPU, the experts that it holds now."""
+        """By GPU, the experts that it holds now: neighbours of the run's order share a GPU."""
         experts = np.arange(len(self.rows))
         return [experts[experts * self.gpus // len(experts) == gpu] for gpu in range(self.gpus)]
 
@@ -66,17 +106,15 @@ class LayerBalance:
 
     @property
     def load_after(self) -> Rows:
-        """[gpus]: the rows of each GPU."""
-        loads: Rows = self.slots.sum(axis=1)
+        """[gpus]: the rows of each GPU, of which each slot has an even share of its expert's."""
+        loads: Rows = (self.rows / self.copies)[self.phy2log].reshape(self.gpus, -1).sum(axis=1)
         return loads
 
     @property
     def moves(self) -> int:
         """How many weights of experts GPUs receive: of those that they did not have."""
-        return sum(
-            len(np.setdiff1d(experts, before))
-            for before, experts in zip(self.held_before, self.phy2log.reshape(self.gpus, -1), strict=True)
-        )
+        after = self.phy2log.reshape(self.gpus, -1)
+        return sum(len(np.setdiff1d(new, old)) for new, old in zip(after, self.held_before, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +131,10 @@ class ExpertBalance(DrawnResult):
     Attributes:
         layers: one `LayerBalance` per layer with experts.
         step: the number of the step whose rows these are.
-        nodes, gpus: how many there are; GPUs of all nodes together.
-        policy: "hierarchical" (groups of experts stay on a node) or "global".
     """
 
     layers: tuple[LayerBalance, ...]
     step: int
-    nodes: int
-    gpus: int
-    policy: str
 
     @property
     def imbalance(self) -> dict[str, tuple[float, float]]:
@@ -131,25 +164,24 @@ class ExpertBalance(DrawnResult):
     __repr__ = DrawnResult.__str__
 
 
-def balance_load(
-    load: ExpertLoad, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1, step: int = -1
-) -> ExpertBalance:
+def balance_load(load: ExpertLoad, replicas: int, gpus: int) -> ExpertBalance:
     """Return what `ExpertLoad.balance` describes."""
-    counted = len(next(iter(load.rows.values())))
-    if not -counted <= step < counted:
-        raise ValueError(f"balance(step={step}): {counted} steps were counted, 0 to {counted - 1}")
     layers: list[LayerBalance] = []
     for name, steps in load.rows.items():
-        rows, experts = steps[step], steps.shape[1]
+        rows, experts = steps[-1], steps.shape[1]
         if not 1 <= gpus <= experts:
             raise ValueError(
                 f"balance(gpus={gpus}): the {experts} experts of {name} are divided over 1 to {experts} GPUs"
             )
-        found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
-        layer = LayerBalance(name, rows, found[0], gpus)
+        if replicas < experts or replicas % gpus:
+            least = gpus * -(-max(replicas, experts) // gpus)
+            raise ValueError(
+                f"balance(replicas={replicas}, gpus={gpus}): each of {experts} experts needs a slot, and GPUs have as "
+                f"many each; replicas={least} would work"
+            )
+        layer = LayerBalance(name, rows, place_experts(rows, replicas, gpus), gpus)
         if layer.load_after.max() >= layer.load_before.max():
             kept = [np.resize(here, replicas // gpus) for here in layer.held_before]
             layer = replace(layer, phy2log=np.concatenate(kept))
         layers.append(layer)
-    policy = "global" if groups % nodes or nodes == 1 else "hierarchical"
-    return ExpertBalance(tuple(layers), load.first + step % counted, nodes, gpus, policy)
+    return ExpertBalance(tuple(layers), load.first + len(next(iter(load.rows.values()))) - 1)
