@@ -1,13 +1,13 @@
 """What if: a run's step, predicted after changes, from the times that the run itself recorded.
 
-    changes    what `Run.what_if` is asked, one setting after the other: the machine (link, overlap), the number of
-               ranks along the plan's axis, or any field of the plan. Changes that only work together, such as a
-               schedule and its virtual_stages, count as one
+    changes    what `Run.what_if` is asked, one setting after the other: the speed of the link, the number of ranks
+               along the plan's axis, or any field of the plan. Changes that only work together, such as a schedule and
+               its virtual_stages, count as one
     count      a changed plan is played on tensors without content, and so is the run's own (`mk.trace_fake`)
     factor     measured / counted of each action of the run's plan: of each of its last steps (`Factors`)
     predict    the changed plan's actions take the factors times what is counted; a plan that did not change keeps the
                run's records
-    replay     each step on the changed link, with or without overlap; the one of median length is shown
+    replay     each step on the changed link; the one of median length is shown
 
 The played plan says how many operators, bytes and messages there are and in which order, the run how fast they are.
 Assumed: an action's time changes with the size of its micro-batch as the roofline of one core does, beside what each
@@ -22,22 +22,20 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
-from math import isfinite, prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from mpkit.common.display import WidgetResult
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware, Link
+from mpkit.plan.kinds import real
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 from mpkit.plan.synonyms import keywords
 from mpkit.prediction.experiments.factors import (
     START,
-    Array,
     Factors,
     last_step,
     play_training,
@@ -46,14 +44,14 @@ from mpkit.prediction.experiments.factors import (
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import TIMED_BY_EVENTS, Kind, RankTrace, Trace
+from mpkit.trace import TIMED_BY_EVENTS, Trace
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
     from mpkit.launch.session.run import Run
     from mpkit.strategies.job.job import TrainJob
 
-__all__ = ["ChangedPlan", "PredictedStep", "WhatIf", "faster", "settings", "what_if", "without_overlap"]
+__all__ = ["ChangedPlan", "PredictedStep", "WhatIf", "faster", "settings", "what_if"]
 
 STEPS = 9
 """Steps of the run at most, its last ones, each of which is replayed."""
@@ -261,13 +259,11 @@ class ChangedPlan:
         change: the last change that led to it, in words; "" for the run as it was.
         plan: the plan.
         link: how many times as fast messages and collectives are.
-        overlap: whether communication goes on while its rank computes.
     """
 
     change: str
     plan: Plan
     link: float = 1.0
-    overlap: bool = True
 
 
 def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
@@ -298,7 +294,7 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
 
 
 def _check_names(changes: Mapping[str, Any]) -> None:
-    known = ["link", "overlap", "ranks", *(field.name for field in fields(Plan))]
+    known = ["link", "ranks", *(field.name for field in fields(Plan))]
     if not changes:
         raise ValueError(f"run.what_if() changes nothing; give what is to be different, as in {EXAMPLE}")
     for name in changes:
@@ -313,23 +309,16 @@ def _check_names(changes: Mapping[str, Any]) -> None:
 
 def _apply_changes(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPlan:
     """Return the setting after some changes at once."""
-    link, overlap, plan, words = before.link, before.overlap, before.plan, []
+    link, plan, words = before.link, before.plan, []
     of_plan: dict[str, Any] = {}
     for name, value in changes.items():
         words.append(f"{name} {getattr(value, 'name', value)}")
         if name == "link":
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not isfinite(value) or value <= 0:
+            if not 0 < (real(value) or 0) < inf:
                 raise ValueError(
                     f"link={value!r}: give how many times as fast messages are: link=2, or link=0.5 for half the speed"
                 )
             link, words[-1] = link * value, f"link x{value:g}"
-        elif name == "overlap":
-            if not isinstance(value, bool):
-                raise ValueError(
-                    f"overlap={value!r}: overlap=False lets each rank wait for every communication at once"
-                )
-            overlap, words[-1] = value, "overlap" if value else "no overlap"
         elif name == "ranks":
             of_plan |= _degree_of(plan, value)
         else:
@@ -338,7 +327,7 @@ def _apply_changes(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPl
         known = SCHEDULES.get(of_plan["schedule"]) if isinstance(of_plan["schedule"], str) else None
         several = known is not None and known.per_rank == ANY
         of_plan.setdefault("virtual_stages", max(2, plan.virtual_stages) if several else 1)
-    return ChangedPlan(", ".join(words), change_plan(plan, **of_plan), link, overlap)
+    return ChangedPlan(", ".join(words), change_plan(plan, **of_plan), link)
 
 
 def _degree_of(plan: Plan, ranks: Any) -> dict[str, int]:
@@ -359,8 +348,6 @@ def _degree_of(plan: Plan, ranks: Any) -> dict[str, int]:
 
 
 def _replay(trace: Trace, setting: ChangedPlan) -> Timeline:
-    if not setting.overlap:
-        trace = without_overlap(trace)
     if setting.link == 1:
         return Timeline.of(trace, clock="virtual")
     name = str(trace.meta.get("hardware"))
@@ -372,6 +359,7 @@ def faster(machine: Hardware, factor: float) -> Hardware:
     """Return a machine on whose links every message and collective takes 1/factor of the time.
 
     >>> from mpkit.devices.catalogue import hardware
+    >>> from mpkit.trace import Kind
     >>> before, after = hardware("cpu"), faster(hardware("cpu"), 2)
     >>> before.time(Kind.ALL_REDUCE, 1e6, [0, 1]) / after.time(Kind.ALL_REDUCE, 1e6, [0, 1])
     2.0
@@ -387,41 +375,3 @@ def faster(machine: Hardware, factor: float) -> Hardware:
     return replace(
         machine, name=f"{machine.name}, link x{factor:g}", link=speed_up(machine.link), between=between
     )
-
-
-def without_overlap(trace: Trace) -> Trace:
-    """Return the trace with a wait after each collective and each send.
-
-    A receive is waited for where it was: a rank that waited for a message before it sends its own could wait forever.
-    """
-    return replace(trace, ranks=[_add_waits(rank) for rank in trace.ranks])
-
-
-def _add_waits(rank: RankTrace) -> RankTrace:
-    ops, kinds = rank.ops, rank.ops["kind"]
-    issued = np.flatnonzero((kinds >= Kind.SEND) & (kinds < Kind.COPY_TO_DEVICE) & (kinds != Kind.RECV))
-    waits = ops[issued].copy()
-    for name in ("flops", "bytes", "cpu", "group", "name", "lane"):
-        waits[name] = 0
-    waits["kind"], waits["number"], waits["peer"] = Kind.WAIT, -1, -1
-    waits["end"] = waits["start"]
-    waits["depth"] = _lies_in_action(ops)[issued]
-    # Where each op and each wait is afterwards: behind all waits that were added before it.
-    moved = np.arange(len(ops)) + np.searchsorted(issued, np.arange(len(ops)))
-    waits["ref"] = moved[issued]
-    longer = np.insert(ops, issued + 1, waits)
-    refers = ops["ref"] >= 0
-    longer["ref"][moved[refers]] = moved[ops["ref"][refers]]
-    memory = rank.memory.copy()
-    memory["op"] += np.searchsorted(issued, memory["op"]).astype(memory["op"].dtype)
-    parts = rank.sent_parts.copy()
-    parts["op"] = moved[parts["op"]]
-    return replace(rank, ops=longer, memory=memory, sent_parts=parts)
-
-
-def _lies_in_action(ops: Array) -> Array:
-    """Return 1 for each communication that was issued within an action, else 0."""
-    outer = (ops["kind"] < Kind.SEND) & (ops["depth"] == 0)
-    last = np.maximum.accumulate(np.where(outer, np.arange(len(ops)), -1))
-    within = (last >= 0) & (ops["kind"][last] < Kind.WAIT) & (ops["start"] < ops["end"][last])
-    return within.astype(ops["depth"].dtype)

@@ -18,7 +18,7 @@ from benchmarks.memory import CASES, LIMIT, PLANS, errors
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.axes import AXES
 from mpkit.plan.mesh import Mesh
-from mpkit.prediction.dry_run.mirror import RankMirror
+from mpkit.prediction.dry_run.trace import mirror
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
 from tests.recipes import adamw, sgd
 from tests.serial import Clusters
@@ -114,7 +114,7 @@ def test_a_mirror_names_the_ranks_that_it_would_talk_to_itself(
     ops = np.zeros(2, OP)
     ops["kind"], ops["group"], ops["peer"] = (Kind.FORWARD, Kind.BROADCAST), (0, 1), (-1, theirs[0])
     recorded = RankTrace(ops, np.zeros(0, MEMORY), ["", ",".join(map(str, theirs))])
-    mirrored = RankMirror(recorded, played, mesh).trace_of(other)
+    mirrored = mirror(recorded, played, other, mesh)
     assert mirrored.names[1] == ",".join(map(str, expected))
     assert mirrored.ops["peer"].tolist() == [-1, expected[0]]
     assert recorded.ops["peer"].tolist() == [-1, theirs[0]]

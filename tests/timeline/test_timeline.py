@@ -17,7 +17,7 @@ from torch.nn import functional
 import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
-from mpkit.prediction.what_if import BAND, WhatIf, settings, what_if, without_overlap
+from mpkit.prediction.what_if import BAND, WhatIf, settings, what_if
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.replay.spans import HELD, SPAN
@@ -209,11 +209,10 @@ def about(time: float) -> Any:
 
 
 def test_changes_add_up_in_their_order() -> None:
-    found = settings(PLAN, {"link": 2, "microbatches": 8, "overlap": False})
-    assert [each.change for each in found] == ["", "link x2", "microbatches 8", "no overlap"]
-    assert [each.plan.microbatches for each in found] == [4, 4, 8, 8]
-    assert [each.link for each in found] == [1, 2, 2, 2]
-    assert [each.overlap for each in found] == [True, True, True, False]
+    found = settings(PLAN, {"link": 2, "microbatches": 8})
+    assert [each.change for each in found] == ["", "link x2", "microbatches 8"]
+    assert [each.plan.microbatches for each in found] == [4, 4, 8]
+    assert [each.link for each in found] == [1, 2, 2]
 
 
 def test_changes_that_only_work_together_count_as_one() -> None:
@@ -231,10 +230,9 @@ def test_changes_that_only_work_together_count_as_one() -> None:
         ({}, r"changes nothing.*run\.what_if\(link=2"),
         ({"microbatchs": 8}, r"did you mean microbatches=8\?"),
         ({"chunks": 8}, r"microbatches= is what GPipe"),
-        ({"banana": 8}, r"There are link, overlap, ranks, pp"),
+        ({"banana": 8}, r"There are link, ranks, pp"),
         ({"link": 0}, r"link=0: .*link=0\.5"),
         ({"link": "fast"}, r"link='fast': .*link=2"),
-        ({"overlap": "no"}, r"overlap=False"),
         ({"schedule": "zb_h3"}, r"run\.what_if\(schedule='zb_h3'\) of Plan.*'zb_h1'"),
         ({"ranks": 3}, r"ranks=3: dp is what changes.*ranks=8.*pp=2, dp=2"),
     ],
@@ -243,33 +241,6 @@ def test_impossible_changes_are_refused(changes: dict[str, Any], message: str) -
     plan = mk.Plan(pp=2, dp=2, microbatches=4)
     with pytest.raises(ValueError, match=message):
         settings(plan, changes)
-
-
-# ---- the machine -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def replicas(clusters: Clusters) -> mk.Trace:
-    """Two steps of DDP with a bucket per layer, played."""
-    return mk.trace_fake(
-        mlp, mk.Plan.ddp(2, bucket_mb=0.001), batch=BATCH, steps=2, hardware="cpu", cluster=clusters(2), **HOW
-    )
-
-
-def _comm(timeline: mk.Timeline) -> list[float]:
-    spans = timeline.spans[(timeline.spans["rank"] == 0) & (timeline.spans["kind"] == Kind.ALL_REDUCE)]
-    spans = spans[spans["step"] == 1]
-    return (spans["end"] - spans["start"]).tolist()  # type: ignore[no-any-return]
-
-
-def test_without_overlap_communication_adds_to_compute(replicas: mk.Trace) -> None:
-    slow = scale_trace(replicas, lambda rank, kind, ops: 1e4, {Kind.FORWARD, Kind.BACKWARD})
-    hidden, alone = mk.Timeline.of(slow), mk.Timeline.of(without_overlap(slow))
-    assert hidden.overlap > 0.5
-    assert alone.overlap == pytest.approx(0, abs=1e-6)
-    assert alone.busy == pytest.approx(hidden.busy)
-    assert alone.step_time == pytest.approx(alone.busy[0] + sum(_comm(alone)), rel=1e-3)
-    assert [rank["total"] for rank in alone.peak_memory] == [rank["total"] for rank in hidden.peak_memory]
 
 
 # ---- the run's own times -----------------------------------------------------------------------------------------
@@ -315,12 +286,11 @@ def test_a_backward_that_is_split_takes_longer(ask: Callable[..., WhatIf]) -> No
 
 
 def test_causes_sum_to_the_change(ask: Callable[..., WhatIf]) -> None:
-    found = ask(link=0.01, schedule="1f1b", microbatches=8, overlap=False)
+    found = ask(link=0.01, schedule="1f1b", microbatches=8)
     assert [change for change, _ in found.causes] == [
         "link x0.01",
         "schedule 1f1b",
         "microbatches 8",
-        "no overlap",
     ]
     assert sum(seconds for _, seconds in found.causes) == pytest.approx(
         found.step_time - found.before.step_time

@@ -334,9 +334,8 @@ class Run(Execution):
         played without its tensors (`mk.trace_fake`), with the run's own times: it takes seconds, and trains nothing.
 
         Args:
-            changes: link: how many times as fast messages and collectives are. overlap=False: each rank waits for every
-                collective and every message that it sends. ranks: of the axis that has several, else dp.
-                cut="balanced". Any other field of a Plan: microbatches, schedule, virtual_stages, zero, bucket_mb, ...
+            changes: link: how many times as fast messages and collectives are. ranks: of the axis that has several,
+                else dp. cut="balanced". Any other field of a Plan: microbatches, schedule, virtual_stages, zero, ...
 
         Returns:
             A `WhatIf`: step_time (seconds), bubble, memory (bytes by rank), timeline, causes. It prints as a table and

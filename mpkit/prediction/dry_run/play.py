@@ -1,4 +1,12 @@
-"""One rank of many, played alone on tensors without content: the work of a rank of `trace_fake`.
+"""Ranks that differ, each played alone on tensors without content: the work of a rank of `trace_fake`.
+
+Which ranks do the same, so that one of them is played for all:
+
+    along pp    each rank has stages of its own, and another order of actions: all are played
+    along cp    later parts of a causal sequence attend to more, and rings start at different ranks: all are played
+    along tp    shards are equal, unless the divided size is not a multiple of tp
+    along dp    ranks with the same number of samples in each micro-batch do the same; all are played where groups of
+                them divide experts
 
 Phases:
 
@@ -15,7 +23,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,10 +42,9 @@ from mpkit.common.torch_private import (
 )
 from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
-from mpkit.prediction.dry_run.mirror import kinds, order
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import Wire
-from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.data.microbatch import Value, share, split
 from mpkit.strategies.prepare.prepare import TrainJob, prepare
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.train import train
@@ -46,7 +53,7 @@ from mpkit.trace.files import read_rank
 from mpkit.trace.record.counted_clock import CountedRecorder, CountingMode
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["play"]
+__all__ = ["kinds", "play"]
 
 
 Played = tuple[dict[int, RankTrace], list[int], dict[str, Any]]
@@ -78,7 +85,8 @@ def play(
             made = _make_model(model_fn, mode)
             job = prepare(made, [_batch_of(batch, mode)], plan, ranks=plan.ranks, **how)
         stands_for = kinds(plan, job.meta["batch_size"], even=len(job.where.numbers_of) == 1)
-        for rank in order(stands_for, plan):
+        leads = {0} if plan.data_parallel == "dp" else set()  # the others do what rank 0 broadcasts under DP
+        for rank in sorted({*stands_for, *leads}):
             # ---- join
             dist.destroy_process_group()
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.ranks)
@@ -92,6 +100,34 @@ def play(
     except ValueError as error:
         return str(error)
     return ranks, stands_for, job.meta
+
+
+def kinds(plan: Plan, size: int, *, even: bool = True) -> list[int]:
+    """Return for each rank the rank to play in its place: the first that does the same.
+
+    Under DP, rank 0 does work that the others do not.
+
+    >>> kinds(Plan.ddp(4), 8), kinds(Plan.ddp(4), 6), kinds(Plan.dp(3), 6), kinds(Plan(pp=2, dp=2, tp=2), 8)
+    ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [0, 0, 0, 0, 4, 4, 4, 4])
+
+    Args:
+        plan: the plan of the training.
+        size: the batch size.
+        even: whether tensor-parallel ranks have equal shards.
+    """
+    mesh = plan.mesh
+    places = [mesh.place(each) for each in range(plan.ranks)]
+    first: dict[Hashable, int] = {}
+    stands_for = []
+    for each, place in enumerate(places):
+        parts = split(size, plan.microbatches)
+        gets = tuple(len(range(end)[share(start, end, place.dp, plan.dp)]) for start, end in parts)
+        leads = plan.data_parallel == "dp" and each == 0
+        shard = 0 if even and not mesh.folds else place.tp
+        experts = place.dp if plan.ep > 1 else 0
+        kind = place.pp, place.cp, shard, gets, leads, experts
+        stands_for.append(first.setdefault(kind, each))
+    return stands_for
 
 
 Said = dict[tuple[str, int], Tensor]

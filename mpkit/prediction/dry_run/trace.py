@@ -4,7 +4,17 @@ Phases:
 
     check    the plan and the hardware, before a process starts
     play     the ranks that differ, one after the other (`mpkit.prediction.dry_run.play`)
-    mirror   every rank gets the records of the one that does the same (`mpkit.prediction.dry_run.mirror`)
+    mirror   every rank gets the records of the one that does the same, rewritten for its own peers
+
+Records name other ranks: the members of a group ("0,2"), the ends of a message ("0>4#F3"), the root of a collective or
+the other end of a message (`peer`). Along the axes in which these ranks differ, their coordinates stay the same. Along
+all other axes they have the coordinates of the played rank, which are replaced by those of the other rank: so all of
+them move by the same number.
+
+    played rank 0 of pp=2, dp=2, tp=2     mirrored to rank 3, at dp 1 and tp 1
+    "0,1" (along tp)                      "2,3"
+    "0,2" (along dp)                      "1,3"
+    "0>4#F3" (along pp)                   "3>7#F3"
 
 A played training has its storages, though nothing is in them: each is counted from when an operator makes it until
 nobody refers to it any more, so that what only exists for a moment (the copies of the logits in a loss's backward, a
@@ -18,9 +28,11 @@ fragmentation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpkit.common.tracebacks import public
@@ -28,12 +40,12 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.machines import check_enough, enough_a100
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster, borrow_cluster
+from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
-from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.strategies.prepare.prepare import warn_if_unwise
-from mpkit.trace import RankTrace, Trace
+from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["trace_fake"]
+__all__ = ["mirror", "trace_fake"]
 
 
 @public
@@ -95,24 +107,50 @@ def trace_fake(
         raise ValueError(played)
     # ---- mirror
     records, stands_for, meta = played
-    return _mirror(records, stands_for, meta, plan, machine)
-
-
-def _mirror(
-    records: Mapping[int, RankTrace], stands_for: Sequence[int], meta: Mapping[str, Any], plan: Plan, machine: Hardware
-) -> Trace:  # fmt: skip
-    """Give every rank the records of the one that does the same; the meta says which ranks were played."""
-    mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in records.items()}
+    ranks = [mirror(records[each], each, rank, plan.mesh) for rank, each in enumerate(stands_for)]
     fake = {
         "played": sorted(records),
         "stands_for": stands_for,
         "device": machine.device.name,
         "clock": "operator by operator: FLOPs or bytes on that device, whichever takes longer",
     }
-    meta = {
-        "world_size": plan.ranks, "device": "cpu", "backend": "fake", **meta, "hardware": machine.name, "fake": fake,
-    }  # fmt: skip
-    return Trace([mirrors[each].trace_of(other) for other, each in enumerate(stands_for)], meta)
+    of_all = {"world_size": plan.ranks, "device": "cpu", "backend": "fake"}
+    return Trace(ranks, {**of_all, **meta, "hardware": machine.name, "fake": fake})
+
+
+def mirror(recorded: RankTrace, rank: int, other: int, mesh: Mesh) -> RankTrace:
+    """Return what rank `other` would have recorded, which does the same as the one that was played.
+
+    Args:
+        recorded: the records.
+        rank: the rank that was played.
+        other: the rank to name in its place.
+        mesh: of all ranks.
+    """
+    if other == rank:
+        return recorded
+    ops, names = recorded.ops, list(recorded.names)
+    talks = (ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.COPY_TO_DEVICE)
+    shifts = np.zeros(
+        len(names), dtype=np.int64
+    )  # by name: how far its members lie from those of the played rank
+    for line in np.unique(ops["group"][talks]).tolist():
+        text, hash_, tag = names[line].partition("#")
+        between = ">" if hash_ else ","
+        members = list(map(int, text.split(between)))
+        along = zip(
+            zip(*map(mesh.coordinates, members), strict=True), mesh.coordinates(other), mesh.coordinates(rank),
+            strict=True,
+        )  # fmt: skip
+        shifts[line] = mesh.rank_at(new if len(set(each)) == 1 else old for each, new, old in along) - rank
+        moved = [member + int(shifts[line]) for member in members]
+        assert other in moved, f"rank {rank} cannot stand for rank {other} in {text}"
+        names[line] = between.join(map(str, moved)) + hash_ + tag
+    named = talks & (ops["peer"] >= 0)
+    if shifts[ops["group"][named]].any():
+        ops = ops.copy()
+        ops["peer"][named] += shifts[ops["group"][named]].astype(ops["peer"].dtype)
+    return replace(recorded, ops=ops, names=names)
 
 
 def _check(model_fn: Any, plan: Any) -> None:
