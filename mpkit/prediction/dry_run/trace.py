@@ -105,9 +105,13 @@ def trace_fake(
         played = used.run(play, model_fn, batch, plan, how, machine.device)[0]
     if isinstance(played, str):
         raise ValueError(played)
-    # ---- mirror
-    records, stands_for, meta = played
-    ranks = [mirror(records[each], each, rank, plan.mesh) for rank, each in enumerate(stands_for)]
+    return _trace_of(*played, plan, machine)
+
+
+def _trace_of(
+    records: dict[int, RankTrace], stands_for: list[int], meta: dict[str, Any], plan: Plan, machine: Hardware
+) -> Trace:
+    """Return the Trace of all ranks; its meta says which ranks were played."""
     fake = {
         "played": sorted(records),
         "stands_for": stands_for,
@@ -115,7 +119,10 @@ def trace_fake(
         "clock": "operator by operator: FLOPs or bytes on that device, whichever takes longer",
     }
     of_all = {"world_size": plan.ranks, "device": "cpu", "backend": "fake"}
-    return Trace(ranks, {**of_all, **meta, "hardware": machine.name, "fake": fake})
+    return Trace(
+        [mirror(records[each], each, rank, plan.mesh) for rank, each in enumerate(stands_for)],
+        {**of_all, **meta, "hardware": machine.name, "fake": fake},
+    )
 
 
 def mirror(recorded: RankTrace, rank: int, other: int, mesh: Mesh) -> RankTrace:
