@@ -105,7 +105,8 @@ def trace_fake(
         played = used.run(play, model_fn, batch, plan, how, machine.device)[0]
     if isinstance(played, str):
         raise ValueError(played)
-    return _trace_of(*played, plan, machine)
+    records, stands_for, meta = played
+    return _trace_of(records, stands_for, meta, plan, machine)
 
 
 def _trace_of(
