@@ -13,7 +13,7 @@ from mpkit.errors import RankFailed as RankFailed
 from mpkit.launch import watch as watch
 from mpkit.launch.doctor.doctor import doctor as doctor
 from mpkit.launch.session.cluster import Cluster as Cluster
-from mpkit.plan.chunks import attention_work as attention_work
+from mpkit.plan.balance import attention_work as attention_work
 from mpkit.plan.plan import Plan as Plan
 from mpkit.plan.schedule import Schedule as Schedule
 from mpkit.prediction import experiments as experiments

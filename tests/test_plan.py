@@ -11,11 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.plan.axes import AXES
-from mpkit.plan.mesh import Mesh
+from mpkit.plan.kinds import constructors
+from mpkit.plan.mesh import AXES, Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.plan.synonyms import constructors
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.stage.shard import HeldPart, Shard, evenly, put_together
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from mpkit.common.calls import answers
 from mpkit.errors import UnknownName
-from mpkit.plan.kinds import whole
-from mpkit.plan.synonyms import constructors, keywords
+from mpkit.plan.kinds import constructors, keywords, whole
 
 __all__ = ["NAMED_AS_FIELDS", "NamedConstructors"]
 

@@ -1,4 +1,8 @@
-"""What each field of a Plan takes by itself, and what a wrong value is answered with."""
+"""What each field of a Plan takes by itself, and what a wrong value is answered with.
+
+rules.toml has the sentences, and elsewhere.toml what other libraries call fields, their values, constructors and
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpkit.plan import synonyms
 from mpkit.plan.tensor_plan import TensorPlan
 
 __all__ = [
@@ -25,10 +28,14 @@ __all__ = [
     "ZIGZAG",
     "Change",
     "Parts",
+    "constructors",
     "every",
+    "keywords",
+    "meant_values",
     "parts_of",
     "real",
     "rejection_of",
+    "schedules",
     "tables",
     "whole",
 ]
@@ -144,10 +151,10 @@ def rejection_of(name: str, value: Any) -> Parts:
 
 def _meant_field(name: str, word: str) -> tuple[Change, str]:
     """Return the field that another library's word means, and what to know of it; ({}, "") for an unknown word."""
-    if name == "data_parallel" and word in (stages := synonyms.values("zero")):
+    if name == "data_parallel" and word in (stages := meant_values("zero")):
         stage, known = stages[word]
         return {"data_parallel": "ddp", "zero": stage}, known
-    ours, known = synonyms.values(name).get(word, (None, ""))
+    ours, known = meant_values(name).get(word, (None, ""))
     return {} if ours is None else {name: ours}, known
 
 
@@ -184,3 +191,44 @@ KINDS: dict[str, Kind] = {
     "tensor": Kind(lambda value: value if isinstance(value, TensorPlan) else None, optional=True),
 }
 """By field; `schedule`, `cut` and `etp` depend on others."""
+
+
+# ------------------------------------------------------------ what other libraries call it: elsewhere.toml
+
+
+@lru_cache(1)
+def _elsewhere() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text("utf-8"))
+
+
+def keywords() -> dict[str, str]:
+    """Return what another library's keyword is called here, in a sentence.
+
+    >>> keywords()["tp_size"]
+    'tp= is the number of tensor-parallel ranks, which share each layer.'
+    """
+    return {name: row["says"] for row in _elsewhere()["keyword"] for name in row["names"]}
+
+
+def meant_values(field: str) -> dict[str, tuple[Any, str]]:
+    """Return, for another library's value of a field in lower case, the closest of a Plan, and what to know of it.
+
+    >>> meant_values("zero")["full_shard"]
+    (3, "FSDP's full_shard is ZeRO-3. ")
+    """
+    rows = [row for row in _elsewhere()["value"] if row["field"] == field]
+    return {name: (row["ours"], row["says"]) for row in rows for name in row["names"]}
+
+
+def constructors() -> dict[str, str]:
+    """Return the call that makes a Plan, by another library's name of its strategy."""
+    return dict(_elsewhere()["constructor"])
+
+
+def schedules() -> dict[str, str]:
+    """Return a schedule's name here, by what papers and other frameworks call it.
+
+    >>> schedules()["pipedream"]
+    '1f1b'
+    """
+    return {name: ours for ours, names in _elsewhere()["schedule"].items() for name in names}

@@ -1,4 +1,15 @@
-"""Mesh: which rank has which place along the axes (`mpkit.plan.axes`). Pure integers.
+"""Mesh: which rank has which place along the axes, also of a run, as read from its trace's meta. Pure integers.
+
+The axes, outermost first: what the ranks along one divide, and what each holds of the parameters.
+
+pp             the layers, into stages        those of its stages
+dp             the samples of a batch         all; under ZeRO a shard
+  dp_replicate   groups of replicas           all
+  dp_shard       the replicas of a group      a shard
+edp            the samples of a batch         the same experts; under ZeRO a shard
+ep             the experts of each layer      some of the experts
+cp             each sequence                  all; under ZeRO a shard
+tp             each layer                     a part of every divided layer
 
 dp consists of two axes where ZeRO shards within groups of replicas (hybrid sharding): `dp_replicate` is outside of
 `dp_shard`, so that the ranks that share shards are next to each other, on the fast links of a node.
@@ -12,15 +23,49 @@ along tp divide experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mpkit.plan.axes import AXES, EXPERT_AXES, HYBRID_AXES
+__all__ = [
+    "AXES",
+    "AXIS_INKS",
+    "EXPERT_AXES",
+    "HYBRID_AXES",
+    "WORLD",
+    "Mesh",
+    "Place",
+    "axis_of",
+    "join_axes",
+    "long_axes",
+    "mesh_of",
+    "place_text",
+]
 
-__all__ = ["Mesh", "Place"]
+AXES = ("pp", "dp", "cp", "tp")
+"""The whole axes; the last varies fastest."""
+HYBRID_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes where ZeRO shards within groups of replicas: dp is the two in its place."""
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
+"""The axes of the mesh that experts see."""
+
+AXIS_INKS = {
+    "pp": "#0072b2", "dp": "#009e73", "dp_replicate": "#56b4e9", "dp_shard": "#009e73", "edp": "#009e73",
+    "ep": "#cc79a7", "cp": "#e69f00", "tp": "#d55e00",
+}  # fmt: skip
+"""The colour of each axis in pictures: Okabe and Ito's, legible on light and dark backgrounds."""
+
+
+def join_axes(axes: Iterable[str]) -> str:
+    """Return the name of several axes together; parts that make up a whole axis have its name.
+
+    >>> join_axes(["pp", "dp_replicate", "dp_shard"])
+    'pp x dp'
+    """
+    return " x ".join(axes).replace("dp_replicate x dp_shard", "dp")
 
 
 class Place(NamedTuple):
@@ -195,3 +240,75 @@ def _digits(number: int, base: Iterable[int]) -> tuple[int, ...]:
         number, digit = divmod(number, n)
         digits.append(digit)
     return tuple(reversed(digits))
+
+
+# ---- a run's mesh, from its trace's meta
+
+
+WORLD = "world"
+"""The only axis of ranks that are in no mesh."""
+
+
+def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
+    """Return the mesh of the plan in a trace's meta; None without a plan, or if its number of ranks differs.
+
+    >>> mesh_of({"plan": '{"pp": 2, "tp": 2}'}, ranks=4)
+    Mesh(pp=2, dp=1, cp=1, tp=2)
+    """
+    try:
+        plan = json.loads(meta["plan"])
+        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "ep")}
+        groups = degrees["dp"] // int(plan.get("dp_shard") or degrees["dp"])
+        mesh = Mesh(**degrees, dp_replicate=groups, etp=plan.get("etp") or 0)
+    except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+    return mesh if mesh.size == ranks else None
+
+
+def long_axes(mesh: Mesh) -> list[str]:
+    """List the axes with more than one place, outermost first; parts of an axis by themselves."""
+    return [axis for axis in mesh.axes if mesh.degree(axis) > 1]
+
+
+def axis_of(
+    mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | None = None, *, exchange: bool = False
+) -> str:
+    """Return the axis along which these ranks lie: the axes in which their coordinates differ.
+
+    Ranks that divide experts lie along "ep" for an `exchange`, an all-to-all, and those that hold the same experts
+    along "edp"; both lie along axes of the replicas too.
+
+    Without a plan's mesh it is the name that the program's own DeviceMesh gave to the group, which is in the meta.
+
+    >>> mesh = Mesh(pp=2, dp=2, tp=2)
+    >>> axis_of(mesh, (0, 1)), axis_of(mesh, (0, 4)), axis_of(mesh, range(8))
+    ('tp', 'pp', 'pp x dp x tp')
+    >>> hybrid = Mesh(dp=4, dp_replicate=2)
+    >>> axis_of(hybrid, (0, 1)), axis_of(hybrid, (0, 2)), axis_of(hybrid, range(4))
+    ('dp_shard', 'dp_replicate', 'dp')
+    >>> folded = Mesh(dp=4, ep=2)
+    >>> axis_of(folded, (0, 1), exchange=True), axis_of(folded, (0, 2)), axis_of(folded, range(4))
+    ('ep', 'edp', 'dp')
+    >>> axis_of(None, (0, 1), {"axes": {"0,1": "tp"}})
+    'tp'
+    """
+    if mesh is None:
+        named = (meta or {}).get("axes", {})
+        return str(named.get(",".join(map(str, ranks)), WORLD))
+    ranks = tuple(ranks)
+    for axis in ("ep",) if exchange else ("edp",):
+        if mesh.ep > 1 and len(ranks) > 1 and ranks == mesh.group(ranks[0], axis):
+            return axis
+    places = [mesh.coordinates(rank) for rank in ranks]
+    differ = [axis for i, axis in enumerate(mesh.axes) if len({place[i] for place in places}) > 1]
+    return join_axes(differ) or WORLD
+
+
+def place_text(mesh: Mesh, rank: int) -> str:
+    """Return a rank's coordinates along the whole axes that have more than one place, as text.
+
+    >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
+    'pp1 dp0 tp1'
+    """
+    places = zip(AXES, mesh.shape, mesh.place(rank), strict=True)
+    return " ".join(f"{axis}{place}" for axis, degree, place in places if degree > 1)

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
+from mpkit.plan.kinds import keywords
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.rules import call_of, check_plan, own_schedule
+from mpkit.plan.rules import call_of, check_plan, describe, own_schedule
 from mpkit.plan.schedule import Schedule, build_schedule
-from mpkit.plan.schedule.catalogue import GPIPE, NAIVE, has_pairs
+from mpkit.plan.schedule.catalogue import GPIPE, NAIVE, bubble_in_theory, has_pairs
 from mpkit.plan.schedule.schedules import naive
-from mpkit.plan.schedule.summary import bubble_in_theory
-from mpkit.plan.synonyms import keywords
 from mpkit.plan.tensor_plan import TensorPlan
-from mpkit.plan.words import describe
 
 if TYPE_CHECKING:
     from mpkit.plan.config import Config
@@ -221,8 +219,8 @@ class Plan(metaclass=NamedConstructors):
     def bubble_in_theory(self) -> Fraction | None:
         """The idle fraction of a step's span, averaged over ranks, for equal stages and messages that take no time.
 
-        See `mpkit.plan.schedule.summary`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay
-        the same. It is None for a schedule of one's own and where the papers give no formula;
+        See `mpkit.plan.schedule.catalogue`. With recomputation a micro-batch takes 4 instead of 3, while idle times
+        stay the same. It is None for a schedule of one's own and where the papers give no formula;
         `mpkit.simulate(plan).bubble` always has a value.
         """
         if isinstance(self.schedule, Schedule):

@@ -29,11 +29,10 @@ from weakref import WeakKeyDictionary
 from mpkit.common.display import WidgetResult
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware, Link
-from mpkit.plan.kinds import real
+from mpkit.plan.kinds import keywords, real
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
-from mpkit.plan.synonyms import keywords
 from mpkit.prediction.experiments.factors import (
     START,
     Factors,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.display import DrawnResult, draw, write_text
-from mpkit.plan.mesh_of_trace import mesh_of
+from mpkit.plan.mesh import mesh_of
 from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.idleness import CAUSES, SCHEDULED, causes_of
 

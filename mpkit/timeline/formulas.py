@@ -28,9 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from mpkit.plan.axes import join_axes
-from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import holders_of, long_axes, mesh_of
+from mpkit.plan.mesh import Mesh, join_axes, long_axes, mesh_of
+from mpkit.plan.plan import Plan
 from mpkit.trace import Kind
 
 __all__ = ["Formula", "FormulaInputs", "formula_of"]
@@ -80,7 +79,10 @@ class FormulaInputs:
 
     def __init__(self, meta: Mapping[str, Any], mesh: Mesh) -> None:
         self._told = dict(meta.get("mesh") or {})
-        self.mesh, self.plan, self.holders = mesh, json.loads(meta["plan"]), holders_of(meta)
+        self.mesh, self.plan = mesh, json.loads(meta["plan"])
+        names = ("pp", "schedule", "microbatches", "virtual_stages")
+        pipeline = {name: self.plan[name] for name in names if name in self.plan}
+        self.holders = list(Plan.from_json(pipeline).build().stage_to_rank) if mesh.pp > 1 else [0]
         self.params: Sequence[int] = self._told.get("local_params") or ()
         self.element = int(self._told.get("element_bytes") or 0)
         if "local_params" not in self._told and mesh.pp == mesh.tp == 1 and "parameters" in meta:

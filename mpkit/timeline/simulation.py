@@ -21,8 +21,7 @@ from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.kinds import every, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action, Schedule, lower
-from mpkit.plan.schedule.action import COMPUTE
-from mpkit.plan.schedule.play import BESIDE
+from mpkit.plan.schedule.play import BESIDE, COMPUTE
 from mpkit.timeline.replay import SPAN, Replay
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, Lane, RankTrace, lane_of

@@ -15,8 +15,7 @@ from mpkit.common.disk import write_whole
 from mpkit.common.display import data_frame, draw, write_text
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
-from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import mesh_of
+from mpkit.plan.mesh import Mesh, mesh_of
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
 from mpkit.timeline.figures import Figures, stage_times

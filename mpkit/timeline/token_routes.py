@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpkit.common.display import DrawnResult
-from mpkit.plan.mesh_of_trace import mesh_of
+from mpkit.plan.mesh import mesh_of
 
 if TYPE_CHECKING:
     from mpkit.trace import Trace

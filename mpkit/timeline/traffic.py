@@ -20,9 +20,7 @@ import numpy.typing as npt
 
 from mpkit.common.display import ChartedResult
 from mpkit.devices.hardware import wire_factor
-from mpkit.plan.axes import AXIS_INKS
-from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import axis_of, place_text
+from mpkit.plan.mesh import AXIS_INKS, Mesh, axis_of, place_text
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:

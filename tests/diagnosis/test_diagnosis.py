@@ -20,7 +20,7 @@ import mpkit as mk
 from mpkit.cli import main
 from mpkit.common.units import percent
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.mesh_of_trace import axis_of
+from mpkit.plan.mesh import axis_of
 from mpkit.timeline import simulation
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.diagnosis.evidence import WORTH, list_ranks

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from benchmarks.memory import CASES, LIMIT, PLANS, errors
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.axes import AXES
-from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh import AXES, Mesh
 from mpkit.prediction.dry_run.trace import mirror
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
 from tests.recipes import adamw, sgd

@@ -16,7 +16,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.plan.formats.catalogue import FORMATS
+from mpkit.plan.formats.frameworks import FORMATS
 from tests.formats.plans import plans
 
 AT_ONCE, SPEED = 2**20, 5e8 * 4 / 2**20

@@ -11,7 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.plan.formats.catalogue import FORMATS
+from mpkit.plan.formats.frameworks import FORMATS
 
 SAID_IN_FULL = [
     ("deepspeed", Plan.zero(3, 8, microbatches=4, precision="bf16", offload="params")),

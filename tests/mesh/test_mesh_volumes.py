@@ -16,7 +16,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.axes import join_axes
+from mpkit.plan.mesh import join_axes
 from mpkit.trace import Kind
 from tests.mesh.test_mesh_training import gpt2, llama, tokens, words
 from tests.recipes import logits_loss, sgd

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from mpkit.plan.schedule import Action, Schedule, validate
-from mpkit.plan.schedule.action import live
+from mpkit.plan.schedule.play import live
 from tests.schedule.orders import random_schedule
 
 Rows = list[list[Action]]

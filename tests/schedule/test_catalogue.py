@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mpkit import Plan
 from mpkit.plan.schedule import NAMES, Schedule, build_schedule, lower, play, validate
-from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.plan.schedule.summary import bubble_in_theory
+from mpkit.plan.schedule.catalogue import SCHEDULES, bubble_in_theory
 from tests.schedule.test_schedule import check_messages, run_in_order
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, Phase, given, settings
 
 from mpkit import Plan
-from mpkit.plan.formats.catalogue import FORMATS
+from mpkit.plan.formats.frameworks import FORMATS
 from tests.formats.plans import plans
 from tests.systems.validators import MISSING, VALIDATORS
 

@@ -16,7 +16,7 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, MLP, next_token_loss
 from mpkit.plan.schedule import NAMES
-from mpkit.plan.schedule.summary import peak_live
+from mpkit.plan.schedule.catalogue import peak_live
 from mpkit.prediction.cost_model.estimate import Estimate
 from mpkit.timeline.answer import PROFILED, Answer
 from mpkit.timeline.comparison import Comparison

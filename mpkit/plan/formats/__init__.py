@@ -2,9 +2,7 @@
 
 formats.toml   the frameworks' keys beside a Plan's fields, and what a framework refuses; the rest follows from it
 table          FormatKey and Format: a row and a table of that file
-frameworks, launchers, torchtitan
-               what several keys say together
-catalogue      the formats by name
+frameworks     the formats by name; what several keys say together
 request        what a Plan leaves open and a file has to say: batch, machines, addresses
 syntax         JSON and YAML, written and read
 script         command lines and batch scripts;  python_code  Python

@@ -1,17 +1,137 @@
-"""What several keys say together for DeepSpeed, Accelerate, transformers, FSDP2 in Python and Megatron-LM."""
+"""The formats by name, each with the code that its framework needs beside its table: what several keys say together.
+
+torchrun, SLURM and TF_CONFIG say how many ranks there are and where, and none says what the ranks do: read back, it is
+a plan of as many replicas. TF_CONFIG is the environment variable of TensorFlow's MultiWorkerMirroredStrategy, one
+worker per GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from mpkit.plan.formats.launchers import count_ranks, launch_lines
 from mpkit.plan.formats.python_code import assignments, python_code
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import command, options
 from mpkit.plan.formats.syntax import JSON, YAML, Page
-from mpkit.plan.formats.table import RANKS, Fields, FormatCode, Values, bool_of, number_of
-from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
+from mpkit.plan.formats.table import RANKS, Fields, Format, FormatCode, Values, bool_of, number_of
+from mpkit.plan.schedule.catalogue import (
+    ANY,
+    INTERLEAVED_1F1B,
+    ONE_F_ONE_B,
+    OVERLAPPED_1F1B,
+    SCHEDULES,
+    names_in_torch,
+)
 
-__all__ = ["ACCELERATE", "DEEPSPEED", "FSDP", "MEGATRON", "TRAINER"]
+__all__ = ["FORMATS", "count_ranks", "format_of"]
+
+NAMES = (
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--standalone",
+)  # fmt: skip
+
+
+def count_ranks(values: Values) -> int | None:
+    """Return the number of ranks that a launch line, or else a batch script, starts; None if neither says it.
+
+    A batch script's ranks are one per GPU, or one per task if it does not say GPUs.
+
+    >>> count_ranks({"--nodes": "4", "--gres": "gpu:a100:8"}), count_ranks({"--num-processes": "8", "--nodes": "2"})
+    (32, 8)
+
+    Raises:
+        ValueError: it is no number, or the plan is in another file.
+    """
+    if "accelerate launch" in values and "--config-file" in values:
+        raise ValueError(
+            "torchrun: accelerate launch reads the plan from its --config-file: Plan.read('accelerate.yaml')"
+        )
+    if RANKS in values:
+        return int(values[RANKS])
+    each = _first(values, "--nproc-per-node", "--num-gpus")
+    if each is None:
+        if total := _first(values, "--num-processes", "--gpus"):
+            return total
+        each = _first(values, "--gpus-per-node", "--gres", "--ntasks-per-node")
+        if each is None and (tasks := _first(values, "--ntasks")):
+            return tasks
+    nodes = _first(values, "--nnodes", "--num-nodes", "--nodes")
+    return None if each is None and nodes is None else (each or 1) * (nodes or 1)
+
+
+def _first(values: Values, *names: str) -> int | None:
+    """Return the number of the first of these options that is there, such as 8 of gpu:a100:8."""
+    name = next((name for name in names if name in values), None)
+    if name is None:
+        return None
+    value = values[name]
+    if isinstance(value, str) and name.startswith("--g"):
+        value = value.partition("(")[0].rpartition(":")[2]
+    try:
+        return number_of(value)
+    except ValueError as error:
+        raise ValueError(f"torchrun: {name}={value!s:.60}: {error}, or Plan.read(..., ranks=8)") from None
+
+
+def launch_lines(page: Page) -> str:
+    """Return the array of torchrun's options."""
+    return options(page, "LAUNCH", NAMES)
+
+
+def _finish_launch(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    return fields | {"dp": count_ranks(values) or 1}
+
+
+def _torchrun(page: Page) -> str:
+    return f'{launch_lines(page)}\ntorchrun "${{LAUNCH[@]}}" {page.asked.script}'
+
+
+def _slurm(page: Page) -> str:
+    lines = [f"# {page.comments[name]}\n#SBATCH {name}={value}" for name, value in page.values.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "set -eu",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # the first node',
+            'srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \\',
+            f'    --rdzv-backend=c10d --rdzv-endpoint="$head:{page.asked.port}" --rdzv-id="$SLURM_JOB_ID" \\',
+            f"    {page.asked.script}",
+        ]
+    )
+
+
+TORCHRUN = FormatCode(command("torchrun", _torchrun), _finish_launch)
+SLURM = FormatCode(command("slurm", _slurm), _finish_launch)
+
+
+# ---- TF_CONFIG
+
+
+def _workers(asked: ExportRequest) -> Mapping[str, Any]:
+    """Return an address per rank: the nodes count up from the first one, and each GPU has a port."""
+    name = asked.master.rstrip("0123456789")
+    first = int(asked.master[len(name) :] or 0)
+    hosts = [asked.master] if asked.nodes == 1 else [f"{name}{first + node}" for node in range(asked.nodes)]
+    return {"workers": [f"{host}:{asked.port + gpu}" for host in hosts for gpu in range(asked.gpus_per_node)]}
+
+
+def _finish_tf_config(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    workers = [values.get(f"cluster.{job}", []) for job in ("worker", "chief")]
+    if not all(isinstance(each, list) for each in workers):
+        raise ValueError(
+            f"tf_config: worker and chief are lists of addresses: {workers!r:.120}. Such as "
+            '{"cluster": {"worker": ["node0:29500", "node1:29500"]}, "task": {"type": "worker", "index": 0}}'
+        )
+    return fields | {"dp": max(1, sum(map(len, workers)))}
+
+
+TF_CONFIG = FormatCode(JSON, _finish_tf_config, _workers)
+
 
 MIB = 2**20
 ALL_AT_ONCE = 2**20
@@ -192,3 +312,104 @@ def _megatron_script(page: Page) -> str:
 
 
 MEGATRON = FormatCode(command("megatron", _megatron_script), _finish_megatron)
+
+
+# ---- torchtitan (0.3, Python): all axes, torch's schedules, FSDP
+
+
+CLASSES = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
+P, T, RECOMPUTED = "parallelism", "training", "activation_checkpoint"
+
+
+def _torchtitan_names(asked: ExportRequest) -> Mapping[str, Any]:
+    plan, known = asked.plan, names_in_torch()
+    if plan.pp == 1:
+        return {"torch_schedule": None}
+    # torchtitan gives looped schedules 2 stages per rank
+    named = isinstance(plan.schedule, str) and (
+        SCHEDULES[plan.schedule].per_rank != ANY or plan.virtual_stages > 1
+    )
+    return {"torch_schedule": known.get(str(plan.schedule) if named else "", known[ONE_F_ONE_B])}
+
+
+def _finish_torchtitan(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    if (torchs := values.get(f"{P}.pipeline_parallel_schedule")) is not None:
+        ours = {theirs.lower(): name for name, theirs in names_in_torch().items()}
+        if (name := ours.get(str(torchs).lower())) is None:
+            raise ValueError(
+                f"torchtitan: pipeline_parallel_schedule = {torchs!r:.80}: one of "
+                f"{', '.join(names_in_torch().values())}"
+            )
+        fields |= {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
+    replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))
+    shard = _count_shards(values, fields, replicate, notes)
+    if shard > 1 and replicate > 1:
+        fields["dp_shard"] = shard
+    pipelined, policy = fields.get("pp", 1) > 1, values.get(f"{P}.fsdp_reshard_after_forward", "default")
+    if shard * fields.get("cp", 1) > 1 or fields.get("offload") == "params":  # ranks of cp are sharded too
+        fields["zero"] = 2 if policy == "never" or (policy == "default" and pipelined) else 3
+    fields["dp"] = shard * replicate
+    fields.setdefault("precision", "bf16")  # torchtitan's defaults
+    if pipelined:
+        fields.setdefault("schedule", ONE_F_ONE_B)
+    fields["sequence_parallel"] = fields.get("tp", 1) > 1 and fields.get("sequence_parallel", True)
+    if fields.get("ep", 1) > 1 and fields["sequence_parallel"]:
+        fields["etp"] = 1
+    local = number_of(values.get(f"{T}.local_batch_size", 8))
+    if fields.get("pp", 1) * fields.get("virtual_stages", 1) > 1:
+        parts = local // number_of(values.get(f"{P}.pipeline_parallel_microbatch_size", 1))
+    else:
+        total = values.get(f"{T}.global_batch_size", -1)
+        parts = 1 if total == -1 else number_of(total) // (local * fields["dp"])
+    return fields | {"microbatches": max(1, parts)}
+
+
+def _count_shards(values: Values, fields: Fields, replicate: int, notes: list[str]) -> int:
+    """Return the replicas that shard; -1, which is the default, is whatever ranks remain."""
+    said = values.get(f"{P}.data_parallel_shard_degree", -1)
+    if said != -1:
+        return number_of(said)
+    others = prod(fields.get(axis, 1) for axis in ("pp", "tp", "cp")) * replicate
+    if RANKS not in values:
+        notes.append("data_parallel_shard_degree is left open: read as 1; Plan.read(..., ranks=8) says it")
+    shards, rest = divmod(values.get(RANKS, others), others)
+    if rest:
+        raise ValueError(f"torchtitan: ranks={values[RANKS]} is not a multiple of {others}: ranks={others}")
+    return int(shards)
+
+
+def _torchtitan_code(page: Page) -> str:
+    names = ["from torchtitan.config import ParallelismConfig, TrainingConfig"]
+    if RECOMPUTED in page.values:
+        names.append("from torchtitan.distributed.activation_checkpoint import FullAC")
+    return "\n".join([*names, "", assignments(page, CLASSES)])
+
+
+TORCHTITAN = FormatCode(python_code(_torchtitan_code, CLASSES), _finish_torchtitan, _torchtitan_names)
+
+
+# ---- the formats by name
+
+
+CODE: Mapping[str, FormatCode] = {
+    "torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE, "fsdp": FSDP, "megatron": MEGATRON,
+    "torchtitan": TORCHTITAN, "trainer": TRAINER, "slurm": SLURM, "tf_config": TF_CONFIG,
+}  # fmt: skip
+FORMATS = tuple(CODE)
+"""The names of the formats."""
+
+
+@lru_cache
+def format_of(name: str) -> Format:
+    """Return the format with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FORMATS:
+        near = get_close_matches(str(name).lower(), FORMATS, 1, 0.4) or ["deepspeed"]
+        raise ValueError(
+            f"There is no format {name!r}. There are {', '.join(map(repr, FORMATS))}. Did you mean "
+            f"plan.to({near[0]!r})?"
+        )
+    return Format(name, CODE[name])

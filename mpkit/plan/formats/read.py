@@ -12,7 +12,7 @@ from typing import Any
 from mpkit.common.size_limits import read_text
 from mpkit.common.tracebacks import level_of_user
 from mpkit.plan.config import Config
-from mpkit.plan.formats.catalogue import FORMATS, format_of
+from mpkit.plan.formats.frameworks import FORMATS, format_of
 from mpkit.plan.formats.syntax import JSON, YAML, flat, is_json
 from mpkit.plan.formats.table import Format
 from mpkit.plan.kinds import whole

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpkit.common.tracebacks import level_of_user
 from mpkit.plan.config import Config
-from mpkit.plan.formats.catalogue import format_of
+from mpkit.plan.formats.frameworks import format_of
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import Format

@@ -4,22 +4,19 @@ A schedule says, for each rank, which actions it does in which order; when they 
 Authors write compute only. `validate` says why a schedule cannot run, `lower` adds the sends and receives,
 `draw` shows it, and one runtime (`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
 
-    action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0; what is held between actions
-    core         Schedule: a row of actions for each rank, made of text, lists or a function; what an action needs
-    play         when each action can run, on paper; draws a schedule in text
+    play         one action of one rank, `2F0`: stage 2's forward of micro-batch 0; what it needs, and when it can run,
+                 on paper; draws a schedule in text
+    core         Schedule: a row of actions for each rank, made of text, lists or a function; `lower` adds its messages
     schedules    those of the literature, pure functions of (p, m) or (p, m, v), and which rank holds which stage
-    catalogue    the schedules by name
-    summary      bubble, also according to the papers, what is held at most, and where the loss is, for a cost model
+    catalogue    the schedules by name; bubble, also according to the papers, what is held at most, and where the loss
+                 is, for a cost model
     validate     whether a schedule finishes, is complete and fits into memory
-    lowering     adds sends and receives; joins forwards and backwards that run as one
     greedy       orders found by a search (`mpkit.prediction.schedule_search`)
 """
 
-from mpkit.plan.schedule.action import Action
 from mpkit.plan.schedule.catalogue import NAMES, build_schedule
-from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.lowering import lower
-from mpkit.plan.schedule.play import draw, play
+from mpkit.plan.schedule.core import Schedule, lower
+from mpkit.plan.schedule.play import Action, draw, play
 from mpkit.plan.schedule.validate import validate
 
 __all__ = [

@@ -5,23 +5,47 @@ predicted, exported and advised.
 
 >>> SCHEDULES["zbv"].title, SCHEDULES["zbv"].torchs
 ('ZB-V', 'ZBVZeroBubble')
+
+And each in a few answers, for plans by the thousand: its bubble, its time, what its ranks hold, where stages are. Once
+a pipeline is full its ranks repeat themselves every p micro-batches. So a schedule of many micro-batches holds as much
+as one of few, and need not be built.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpkit.plan.schedule import schedules
 from mpkit.plan.schedule.core import Schedule
+from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
 
 __all__ = [
-    "GPIPE", "INTERLEAVED_1F1B", "NAIVE", "NAMES", "ONE_F_ONE_B", "OVERLAPPED_1F1B", "SCHEDULES", "ZB_H1",
-    "ScheduleEntry", "build_schedule", "has_pairs", "names_in_torch",
-]  # fmt: skip
+    "GPIPE",
+    "INTERLEAVED_1F1B",
+    "NAIVE",
+    "NAMES",
+    "ONE_F_ONE_B",
+    "OVERLAPPED_1F1B",
+    "SCHEDULES",
+    "ZB_H1",
+    "ScheduleEntry",
+    "bubble",
+    "bubble_in_theory",
+    "build_schedule",
+    "has_pairs",
+    "makespan",
+    "names_in_torch",
+    "pairs_by_stage",
+    "peak_live",
+    "stage_ranks",
+]
 
 NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1 = "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"
 """The names of schedules that others are compared with or that Plans have by default."""
@@ -98,3 +122,166 @@ def build_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     rank 1 |  . F0 B0 -- F1 B1 -- F2 B2 --  .  .
     """
     return SCHEDULES[name].build(p, m, v)
+
+
+# ---- a schedule in a few answers
+
+
+FULL = 4
+"""Times p micro-batches after which a pipeline mostly repeats itself."""
+LONG = 2**16
+"""Actions of the longest schedule that is played to its end."""
+
+
+def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
+    """Return the idle fraction of a step with equal stages, F = I = W and no time for messages.
+
+    >>> bubble("1f1b", 4, 8), bubble("interleaved_1f1b", 4, 2, 2)  # too few micro-batches for the papers' formula
+    (0.2727272727272727, 0.5555555555555556)
+    """
+    theory = None if isinstance(schedule, Schedule) else bubble_in_theory(schedule, p, m, v)
+    return float(theory) if theory is not None else _played_bubble(schedule, p, m, v)
+
+
+@lru_cache(4096)
+def _played_bubble(schedule: str | Schedule, p: int, m: int, v: int) -> float:
+    built = build_schedule(schedule, p, m, v) if isinstance(schedule, str) else schedule
+    placed = play(built)
+    busy = sum(one.end - one.start for one in placed)
+    return 1 - busy / (built.ranks * (max(one.end for one in placed) - placed[0].start))
+
+
+def makespan(
+    schedule: str | Schedule, p: int, m: int, v: int, slots: Mapping[str, Sequence[float]], hop: float,
+    longest: int = LONG,
+) -> float:  # fmt: skip
+    """Return the seconds from the first action of a schedule to the end of the last.
+
+    Args:
+        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
+        p, m, v: ranks, micro-batches, stages per rank.
+        slots: seconds of an action, by kind (F, B, I, W, F&) and stage, as for `lengths_of`.
+        hop: seconds until a result has got to another rank.
+        longest: the actions that are played; a schedule with more goes on at the pace that it has by then. Where one
+            rank is but little slower than another, that may be 1 % too fast.
+
+    >>> makespan("gpipe", 2, 3, 1, {"F": [1.0, 1.0], "B": [2.0, 2.0]}, hop=0.5)
+    13.0
+    """
+    lengths = lengths_of(slots, len(slots["F"]))
+    lead = [0.0] * len(lengths)
+    if isinstance(schedule, Schedule):
+        return max(end_times(schedule.order, lengths, hop, lead))
+    periods = max(0, m // p - max(FULL, longest // (2 * p * p * v)))
+    first = m - periods * p
+    took = max(end_times(_order(schedule, p, first, v), lengths, hop, lead))
+    if not periods:
+        return took
+    longer = max(end_times(_order(schedule, p, first + p, v), lengths, hop, lead))
+    return took + periods * (longer - took)
+
+
+@lru_cache(64)
+def _order(name: str, p: int, m: int, v: int) -> Order:
+    return build_schedule(name, p, m, v).order
+
+
+class _Shape(NamedTuple):
+    """What a schedule's ranks hold at most, by rank, and the pairs and the rank of each stage."""
+
+    peak_live: tuple[float, ...]
+    pairs: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
+
+
+def _shape_of(schedule: Schedule) -> _Shape:
+    pairs = Counter(action.stage for action in schedule.together)
+    held = (live / max(1, len(schedule.stages_of(rank))) for rank, live in enumerate(schedule.peak_live))
+    return _Shape(
+        tuple(held), tuple(pairs[stage] for stage in range(schedule.stages)), schedule.stage_to_rank
+    )
+
+
+@lru_cache(4096)
+def _named_shape(name: str, p: int, m: int, v: int) -> _Shape:
+    return _shape_of(build_schedule(name, p, m, SCHEDULES[name].stages_per_rank(v)))
+
+
+def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[int, ...]:
+    """Return, by stage, how many of its forwards run as one with a backward.
+
+    >>> pairs_by_stage("dualpipev", 2, 4, 2), pairs_by_stage("dualpipev", 2, 64, 2), pairs_by_stage("1f1b", 2, 4)
+    ((1, 1, 2, 2), (61, 61, 62, 62), (0, 0))
+    """
+    if isinstance(schedule, Schedule):
+        return _shape_of(schedule).pairs
+    if not has_pairs(schedule):
+        return (0,) * (p * SCHEDULES[schedule].stages_per_rank(v))
+    later = max(0, m - 3 * p)  # each has a pair on each stage
+    return tuple(count + later for count in _named_shape(schedule, p, m - later, v).pairs)
+
+
+def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
+    """Return, by rank, the most micro-batches whose activations are held at once; of v stages each counts as 1 / v.
+
+    Args:
+        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
+        p, m, v: ranks, micro-batches, stages per rank.
+
+    >>> peak_live("1f1b", 4, 8), peak_live("zb_h1", 4, 8), peak_live("zbv", 2, 8, 2)
+    ((4.0, 3.0, 2.0, 1.0), (4.0, 4.0, 4.0, 4.0), (2.0, 2.0))
+    """
+    if isinstance(schedule, Schedule):
+        return _shape_of(schedule).peak_live
+    entry = SCHEDULES[schedule]
+    if p * entry.stages_per_rank(v) == 1 and not entry.pairs:
+        return (1.0,)  # gradients are accumulated: one micro-batch after the other
+    if entry.holds_all:
+        return (float(m),) * p
+    if m > 3 * p and (m % p == 0 or entry.per_rank != ANY):
+        m = 3 * p + m % p
+    return _named_shape(schedule, p, m, v).peak_live
+
+
+def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
+    """Return the rank of each stage; the last one has the head and the loss.
+
+    >>> stage_ranks("1f1b", 4), stage_ranks("zbv", 2, 2)
+    ((0, 1, 2, 3), (0, 1, 1, 0))
+    """
+    return (
+        schedule.stage_to_rank
+        if isinstance(schedule, Schedule)
+        else _named_shape(schedule, p, 1, v).stage_to_rank
+    )
+
+
+def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:
+    """Return the idle fraction of a step's span, averaged over ranks, in theory.
+
+    Stages are equal, F = I = W, and messages take no time.
+
+    The span is from the first action of any rank to the last action of any rank (GPipe's bubble; Megatron divides by
+    the ideal time instead). So a rank that begins later in ZB-H2 counts as idle until then.
+
+    Args:
+        name: the name of a schedule in the catalogue.
+        p, m, v: ranks, micro-batches, stages per rank.
+        recompute: whether a backward recomputes its forward: then a micro-batch takes 4 instead of 3, and ranks are
+            idle for as long as before, since they recompute while they wait for the gradient.
+
+    Returns:
+        the fraction; None where the papers give none, with too few micro-batches to fill the pipeline.
+
+    >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
+    (Fraction(3, 11), Fraction(3, 19))
+    >>> bubble_in_theory("zbv", 4, 8)  # has two stages per rank, whatever is asked for
+    Fraction(1, 17)
+    """
+    entry = SCHEDULES[name]
+    if entry.idle is None or (m < entry.filled * p and p > 1):
+        return None
+    idle = entry.idle * (p - 1) * (m if entry.drains else 1)
+    # A rank's work, in forwards of a stage.
+    busy = (4 if recompute else 3) * m * entry.stages_per_rank(v)
+    return Fraction(idle, idle + busy)

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from mpkit.plan.schedule.action import Action
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.play import play
+from mpkit.plan.schedule.play import Action, play
 
 __all__ = ["ActionCosts", "Policy", "greedy", "span"]
 

@@ -38,8 +38,8 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 
-from mpkit.plan.schedule.action import Action
 from mpkit.plan.schedule.core import Schedule
+from mpkit.plan.schedule.play import Action
 
 __all__ = [
     "dualpipev",

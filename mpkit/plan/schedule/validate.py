@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpkit.plan.schedule.action import COMPUTE, Action, live
-from mpkit.plan.schedule.play import draw_rows
+from mpkit.plan.schedule.play import COMPUTE, Action, draw_rows, live
 
 if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule

@@ -21,8 +21,7 @@ from mpkit.common.arrays import Numbers, call_distinct, larger, rows_at, take, w
 from mpkit.plan.kinds import CONTIGUOUS, ZIGZAG, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
-from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
-from mpkit.plan.schedule.summary import peak_live, stage_ranks
+from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, peak_live, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.stack import Stack
 

@@ -23,10 +23,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mpkit.common.arrays import Numbers, larger, log2, rows_at, smaller, where
-from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, OVERLAPPED_1F1B
+from mpkit.plan.schedule.catalogue import (
+    INTERLEAVED_1F1B,
+    LONG,
+    OVERLAPPED_1F1B,
+    bubble,
+    makespan,
+    pairs_by_stage,
+)
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import BESIDE
-from mpkit.plan.schedule.summary import LONG, bubble, makespan, pairs_by_stage
 from mpkit.prediction.cost_model.layer import LayerModel, LayerTime, overlapped_time
 from mpkit.prediction.cost_model.layout import Layout, Shares, Stages, shares_of, stages_of
 from mpkit.trace import Kind

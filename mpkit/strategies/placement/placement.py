@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.display import DrawnResult
 from mpkit.devices.placement_notes import spans_nodes
-from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import long_axes
+from mpkit.plan.mesh import Mesh, long_axes
 
 if TYPE_CHECKING:
     from torch import nn

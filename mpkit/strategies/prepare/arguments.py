@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from mpkit.common.exceptions import one_line
-from mpkit.plan.axes import AXES
 from mpkit.plan.kinds import real
+from mpkit.plan.mesh import AXES
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action
 from mpkit.plan.schedule.catalogue import SCHEDULES

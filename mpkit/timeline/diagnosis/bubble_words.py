@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.units import percent
-from mpkit.plan.mesh_of_trace import axis_of
+from mpkit.plan.mesh import axis_of
 from mpkit.timeline import metrics
 from mpkit.timeline.idleness import CAUSES, SCHEDULED, idle_by_cause, jitter_of
 from mpkit.timeline.traffic import members_of

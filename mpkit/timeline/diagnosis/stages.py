@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from mpkit.common.units import percent
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
-from mpkit.plan.schedule.summary import bubble_in_theory
+from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B, bubble_in_theory
 from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.figures import stage_times
 from mpkit.timeline.findings import Finding

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import axis_of
+from mpkit.plan.mesh import Mesh, axis_of
 from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.kineto import PATTERNS, Events
 from mpkit.trace import Kind, RankTrace, Trace

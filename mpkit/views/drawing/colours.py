@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.plan.axes import AXIS_INKS
+from mpkit.plan.mesh import AXIS_INKS
 from mpkit.trace import Kind
 from mpkit.views.theme import THEMES
 

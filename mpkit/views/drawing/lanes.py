@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.plan.axes import AXES
-from mpkit.plan.mesh_of_trace import place_text
+from mpkit.plan.mesh import AXES, place_text
 from mpkit.timeline.timeline import Timeline
 
 __all__ = [

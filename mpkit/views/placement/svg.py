@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpkit.common.safe_text import escape
-from mpkit.plan.mesh_of_trace import place_text
+from mpkit.plan.mesh import place_text
 from mpkit.strategies.placement.placement import Talk, brief
 from mpkit.views.chart.frame import words_at
 from mpkit.views.drawing.colours import ink_of

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mpkit.common.table import table_text
-from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.plan.mesh import long_axes, place_text
 from mpkit.strategies.placement.placement import STATES, Talk, brief, sharded_states
 
 if TYPE_CHECKING:
