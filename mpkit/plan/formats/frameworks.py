@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import command, options
 from mpkit.plan.formats.syntax import JSON, YAML, Page
-from mpkit.plan.formats.table import RANKS, Fields, Format, FormatCode, Values, bool_of, number_of
+from mpkit.plan.formats.table import RANKS, Fields, Format, Values, bool_of, number_of
 from mpkit.plan.schedule.catalogue import (
     ANY,
     INTERLEAVED_1F1B,
@@ -105,8 +104,8 @@ def _slurm(page: Page) -> str:
     )
 
 
-TORCHRUN = FormatCode(command("torchrun", _torchrun), _finish_launch)
-SLURM = FormatCode(command("slurm", _slurm), _finish_launch)
+TORCHRUN = Format("torchrun", command("torchrun", _torchrun), _finish_launch)
+SLURM = Format("slurm", command("slurm", _slurm), _finish_launch)
 
 
 # ---- TF_CONFIG
@@ -130,7 +129,7 @@ def _finish_tf_config(values: Values, fields: Fields, notes: list[str]) -> Field
     return fields | {"dp": max(1, sum(map(len, workers)))}
 
 
-TF_CONFIG = FormatCode(JSON, _finish_tf_config, _workers)
+TF_CONFIG = Format("tf_config", JSON, _finish_tf_config, _workers)
 
 
 MIB = 2**20
@@ -184,7 +183,7 @@ def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Field
     return fields | (_bucket(number_of(elements), fields.get("precision")) if elements else {})
 
 
-DEEPSPEED = FormatCode(JSON, _finish_deepspeed)
+DEEPSPEED = Format("deepspeed", JSON, _finish_deepspeed)
 
 # ---- Accelerate: one of DDP, FSDP2, DeepSpeed and Megatron-LM, by the plan
 
@@ -213,7 +212,7 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
     return fields
 
 
-ACCELERATE = FormatCode(YAML, _finish_accelerate)
+ACCELERATE = Format("accelerate", YAML, _finish_accelerate)
 
 # ---- transformers' TrainingArguments; the number of ranks is torchrun's
 
@@ -229,7 +228,7 @@ def _finish_trainer(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields | ({"dp": values[RANKS]} if RANKS in values else {})
 
 
-TRAINER = FormatCode(YAML, _finish_trainer)
+TRAINER = Format("trainer", YAML, _finish_trainer)
 
 # ---- FSDP2 as Python: constants at the head of a module, and `shard` and `step`, which apply them
 
@@ -244,7 +243,7 @@ def _finish_fsdp(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields | {"zero": 3 if values.get("RESHARD_AFTER_FORWARD", True) else 2}
 
 
-FSDP = FormatCode(python_code(_fsdp_module, {}), _finish_fsdp)
+FSDP = Format("fsdp", python_code(_fsdp_module, {}), _finish_fsdp)
 
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
@@ -311,7 +310,7 @@ def _megatron_script(page: Page) -> str:
     )
 
 
-MEGATRON = FormatCode(command("megatron", _megatron_script), _finish_megatron)
+MEGATRON = Format("megatron", command("megatron", _megatron_script), _finish_megatron)
 
 
 # ---- torchtitan (0.3, Python): all axes, torch's schedules, FSDP
@@ -385,21 +384,21 @@ def _torchtitan_code(page: Page) -> str:
     return "\n".join([*names, "", assignments(page, CLASSES)])
 
 
-TORCHTITAN = FormatCode(python_code(_torchtitan_code, CLASSES), _finish_torchtitan, _torchtitan_names)
+TORCHTITAN = Format(
+    "torchtitan", python_code(_torchtitan_code, CLASSES), _finish_torchtitan, _torchtitan_names
+)
 
 
 # ---- the formats by name
 
 
-CODE: Mapping[str, FormatCode] = {
-    "torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE, "fsdp": FSDP, "megatron": MEGATRON,
-    "torchtitan": TORCHTITAN, "trainer": TRAINER, "slurm": SLURM, "tf_config": TF_CONFIG,
-}  # fmt: skip
-FORMATS = tuple(CODE)
-"""The names of the formats."""
+FORMATS: Mapping[str, Format] = {
+    each.name: each
+    for each in (TORCHRUN, DEEPSPEED, ACCELERATE, FSDP, MEGATRON, TORCHTITAN, TRAINER, SLURM, TF_CONFIG)
+}
+"""By the name that `Plan.to` takes."""
 
 
-@lru_cache
 def format_of(name: str) -> Format:
     """Return the format with this name.
 
@@ -412,4 +411,4 @@ def format_of(name: str) -> Format:
             f"There is no format {name!r}. There are {', '.join(map(repr, FORMATS))}. Did you mean "
             f"plan.to({near[0]!r})?"
         )
-    return Format(name, CODE[name])
+    return FORMATS[name]

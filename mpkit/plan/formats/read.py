@@ -60,7 +60,7 @@ def read(
     found, faults = _load_formats(source)
     chosen = format_of(format) if format is not None else _guess(what, found, faults)
     if chosen.name not in found:
-        why = faults.get(chosen.code.syntax.name, f"it is not {chosen.code.syntax.name}")
+        why = faults.get(chosen.syntax.name, f"it is not {chosen.syntax.name}")
         raise ValueError(f"{what} cannot be read as {chosen.name}: {why}")
     values = found[chosen.name]
     unknown = _unknown(chosen, values)
@@ -116,19 +116,18 @@ def _load_formats(source: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str
     if isinstance(source, Mapping):
         return dict.fromkeys(FORMATS, flat(source)), {}
     text = _text(source)
-    formats = [format_of(name) for name in FORMATS]
-    names = {"JSON"} if is_json(text) else {each.code.syntax.name for each in formats}
+    names = {"JSON"} if is_json(text) else {each.syntax.name for each in FORMATS.values()}
     if not is_json(text) and not _is_text(source):
         names = ENDINGS.get(Path(source).suffix.lower(), names)
     values: dict[str, dict[str, Any]] = {}
     faults: dict[str, str] = {}
-    for each in formats:
-        if each.code.syntax.name in names:
+    for each in FORMATS.values():
+        if each.syntax.name in names:
             try:
-                values[each.name] = each.code.syntax.load(text)
+                values[each.name] = each.syntax.load(text)
             except ValueError as error:
-                faults[each.code.syntax.name] = str(error)
-        elif each.code.syntax is YAML and is_json(text) and JSON.name not in faults:
+                faults[each.syntax.name] = str(error)
+        elif each.syntax is YAML and is_json(text) and JSON.name not in faults:
             values[each.name] = JSON.load(text)  # all JSON is YAML
     return values, faults
 
@@ -159,12 +158,12 @@ def _join_names(names: Sequence[str]) -> str:
 
 def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:
     """Return the format that knows the most keys, of those with a key that is not in other programs' files too."""
-    known = {name: values.keys() - {*_unknown(format_of(name), values)} for name, values in found.items()}
-    own = {name: names - format_of(name).common for name, names in known.items()}
+    known = {name: values.keys() - {*_unknown(FORMATS[name], values)} for name, values in found.items()}
+    own = {name: names - FORMATS[name].common for name, names in known.items()}
     most = max((len(known[name]) for name, names in own.items() if names), default=0)
     best = [name for name, names in own.items() if names and len(known[name]) == most]
     if len(best) == 1:
-        return format_of(best[0])
+        return FORMATS[best[0]]
     if best:
         raise ValueError(
             f"{what} could be of {' or '.join(best)}: all its keys that are known are in both. Say which: "

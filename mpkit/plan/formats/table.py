@@ -1,4 +1,4 @@
-"""The formats: tables of formats.toml, with the code that a framework needs beside them.
+"""A format: a table of formats.toml, with the code that a framework needs beside it.
 
 What is written, what is read and what cannot be said follows from the rows.
 """
@@ -16,7 +16,7 @@ from mpkit.plan.formats.syntax import Syntax, shorten, tables
 from mpkit.plan.kinds import parts_of, whole
 from mpkit.plan.rules import call_of
 
-__all__ = ["RANKS", "Fields", "Format", "FormatCode", "FormatKey", "Values", "bool_of", "number_of"]
+__all__ = ["RANKS", "Fields", "Format", "FormatKey", "Values", "bool_of", "number_of"]
 
 LARGEST = 2**40
 """The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
@@ -67,21 +67,6 @@ def bool_of(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class FormatCode:
-    """What a format needs beside its rows.
-
-    Attributes:
-        finish: completes the fields that keys said alone by what several keys say together; it may add notes.
-        names: what expressions of its rows know of the plan, beside its fields.
-        syntax: how its values are written.
-    """
-
-    syntax: Syntax
-    finish: Callable[[Values, Fields, list[str]], Fields]
-    names: Callable[[ExportRequest], Mapping[str, Any]] = lambda asked: {}
-
-
-@dataclass(frozen=True)
 class FormatKey:
     """A key of a format; formats.toml says what its columns are.
 
@@ -103,34 +88,38 @@ class FormatKey:
 
     @cached_property
     def words(self) -> Mapping[Any, Any]:
-        """By a word of theirs, if there are few, the fields that it says; or why it is refused. "*": all others."""
-        if self.says.startswith("#"):
-            found: Mapping[Any, Any] = tables()["words"][self.says[1:].split()[0]]
+        """By a word of theirs, the fields that it says, or why it is refused; "*": all others. None: it is a number."""
+        kind, _, rest = self.says.partition(" ")
+        ours, _, value = rest.partition("=")
+        if kind == "!":
+            return {"*": rest}
+        if kind == "if":
+            return {True: {ours: value == "True" or _plain(value)}, False: {}}
+        if kind == "bool":
+            return {said: {rest: said} if rest else {} for said in (True, False)}
+        if kind.startswith("#"):
+            found: Mapping[Any, Any] = tables()["words"][kind[1:]]
             return found
-        field, colon, rest = self.says.partition(":")
-        if not colon or field.startswith("!"):
-            return {}
-        pairs = (word.partition("=") for word in rest.split())
-        return {_plain(theirs or ours): {field: _plain(ours)} if ours else {} for ours, _, theirs in pairs}
+        pairs = (word.partition("=") for word in rest.split() if kind.endswith(":"))
+        return {
+            _plain(theirs or ours): {kind[:-1]: _plain(ours)} if ours else {} for ours, _, theirs in pairs
+        }
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
         """The fields of a Plan that it is about."""
-        first, *rest = self.says.partition(":")[0].split() or [""]
-        if first == "!":
-            return ()
-        if first in ("if", "bool", "int", "") or first.startswith("#"):
-            return tuple(word.partition("=")[0] for word in rest)
-        return (first, *(word.partition("=")[0] for word in rest if "=" in word))
+        if self.words:
+            said = [one for one in self.words.values() if isinstance(one, Mapping)]
+            return tuple(dict.fromkeys(field for one in said for field in one))
+        first, *rest = self.says.split() or ["int"]
+        return () if first == "int" else (first, *(word.partition("=")[0] for word in rest if "=" in word))
 
     def write(self, names: Mapping[str, Any]) -> Any:
         """Return the value for a plan of which these names are known; None leaves the key out."""
         if not self.written:
             return None
         said = names.get(self.fields[0]) if self.fields else None
-        if self.says.startswith("if"):
-            said = True if str(said) == self.says.partition("=")[2] else None
-        elif self.words and not self.says.startswith("#"):
+        if self.words and self.fields:
             said = next((word for word, one in self.words.items() if one == {self.fields[0]: said}), None)
         return said if self.written == "*" else eval(self._code, {**KNOWN}, {**names, "it": said})
 
@@ -140,28 +129,15 @@ class FormatKey:
         Raises:
             ValueError: the key cannot have it.
         """
-        kind, _, rest = self.says.partition(" ")
-        if kind == "!":
-            raise ValueError(rest)
-        if self.words:
-            return self._read_word(value)
-        if not kind:
-            return {}
-        if kind == "int":
-            number_of(value)
-            return {}
-        if kind == "bool":
-            said = bool_of(value)
-            return {rest: said} if rest else {}
-        if kind == "if":
-            field, _, ours = rest.partition("=")
-            return {field: True if ours == "True" else _plain(ours)} if bool_of(value) else {}
-        extra = rest.split()
-        if f"!{value}" in extra:
-            return {}
-        return {kind: number_of(value)} | dict(word.split("=") for word in extra if "=" in word)
-
-    def _read_word(self, value: Any) -> Fields:
+        kind, *extra = self.says.split() or [""]
+        if kind in ("if", "bool"):
+            return {**self.words[bool_of(value)]}
+        if not self.words:
+            if not kind or f"!{value}" in extra:
+                return {}
+            number = number_of(value)
+            others = (word.split("=") for word in extra if "=" in word)
+            return {} if kind == "int" else {kind: number} | dict(others)
         text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         known = {str(word).lower(): said for word, said in self.words.items()}
         word = "no" if value is False and "no" in known else text.strip("\"'").lower()  # YAML's no
@@ -179,15 +155,19 @@ def _plain(word: str) -> Any:
 
 @dataclass(frozen=True)
 class Format:
-    """A framework's configuration: its table in formats.toml, and the code that it needs beside it.
+    """A framework's configuration: its table in formats.toml, and what the framework needs beside its rows.
 
     Attributes:
         name: what `Plan.to` calls it.
-        code: what it needs beside its rows.
+        syntax: how its values are written.
+        finish: completes the fields that keys said alone by what several keys say together; it may add notes.
+        names: what expressions of its rows know of the plan, beside its fields.
     """
 
     name: str
-    code: FormatCode
+    syntax: Syntax
+    finish: Callable[[Values, Fields, list[str]], Fields]
+    names: Callable[[ExportRequest], Mapping[str, Any]] = lambda asked: {}
 
     @property
     def title(self) -> str:
@@ -230,7 +210,7 @@ class Format:
             **vars(asked),
             "mesh": plan.mesh,
             "ranks": plan.ranks,
-            **self.code.names(asked),
+            **self.names(asked),
         }
         for name, expression in tables()[self.name].get("names", {}).items():
             known[name] = eval(expression, {**KNOWN}, known)
@@ -266,7 +246,7 @@ class Format:
                     raise ValueError(f"it holds settings, such as {inner}")
             except ValueError as error:
                 raise ValueError(f"{self.name}: {name} = {shorten(value)}: {error}") from None
-        fields = self.code.finish(kept, fields, notes)
+        fields = self.finish(kept, fields, notes)
         if fields.get("sequence_parallel") and fields.get("tp", 1) == 1:
             del fields["sequence_parallel"]
             notes.append("sequence parallelism changes nothing without tensor parallelism: left out")

@@ -41,8 +41,8 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
         warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
     comments = {name: chosen.keys[name].comment for name in values}
     page = Page(asked, values, comments, header)
-    config = Config(chosen.code.syntax.dump(page))
-    config.kind, config.annotated = name, chosen.code.syntax.annotate(page)
+    config = Config(chosen.syntax.dump(page))
+    config.kind, config.annotated = name, chosen.syntax.annotate(page)
     config.comments, config.cannot_say = comments, cannot
     return config
 
