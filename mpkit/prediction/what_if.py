@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cached_property
 from itertools import pairwise
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from mpkit.prediction.experiments.factors import (
     with_starts,
 )
 from mpkit.timeline.answer import Answer, Basis
-from mpkit.timeline.comparison import Comparison, compare_timelines
+from mpkit.timeline.comparison import ComparedStep, Comparison
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import TIMED_BY_EVENTS, Trace
 
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from mpkit.launch.session.run import Run
     from mpkit.strategies.job.job import TrainJob
 
-__all__ = ["ChangedPlan", "PredictedStep", "WhatIf", "faster", "settings", "what_if"]
+__all__ = ["ChangedPlan", "WhatIf", "faster", "settings", "what_if"]
 
 STEPS = 9
 """Steps of the run at most, its last ones, each of which is replayed."""
@@ -67,48 +66,12 @@ SHOWN = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "cut", "bucke
 
 
 @dataclass(frozen=True)
-class PredictedStep:
-    """A step after some of the changes.
-
-    The three parts are averaged over ranks, and sum to the step time.
-
-    Attributes:
-        change: the last of the changes, in words; "" for the run itself.
-        plan: the plan.
-        timeline: the timeline of that step.
-    """
-
-    change: str
-    plan: Plan
-    timeline: Timeline
-
-    @property
-    def step_time(self) -> float:
-        """Seconds of the step."""
-        return self.timeline.step_time
-
-    @property
-    def compute(self) -> float:
-        """Seconds in which a rank computes."""
-        return sum(self.timeline.busy) / self.timeline.world_size
-
-    @property
-    def exposed_communication(self) -> float:
-        """Seconds in which a rank communicates and does not compute."""
-        return sum(self.timeline.exposed_comm) / self.timeline.world_size
-
-    @property
-    def idle(self) -> float:
-        """Seconds in which a rank does neither: it waits for what others compute, or for data."""
-        return self.step_time - self.compute - self.exposed_communication
-
-
-@dataclass(frozen=True)
 class WhatIf(WidgetResult, Answer):
     """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
 
     Attributes:
-        rows: the run's typical step, and the step after each change on top of those before it.
+        rows: the run's typical step, and the step after each change on top of those before it, named after the change.
+        plan: the plan with all changes.
         error: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks costs
             predicted`, on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on
             GPUs.
@@ -116,14 +79,10 @@ class WhatIf(WidgetResult, Answer):
             played. A played rank's buffers include temporaries, which a run does not record: compare `memory` with it.
     """
 
-    rows: tuple[PredictedStep, ...]
+    rows: tuple[ComparedStep, ...]
+    plan: Plan
     error: float | None
     played: list[dict[str, int]] | None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan with all changes."""
-        return self.rows[-1].plan
 
     @property
     def before(self) -> Timeline:
@@ -154,13 +113,13 @@ class WhatIf(WidgetResult, Answer):
     @property
     def causes(self) -> list[tuple[str, float]]:
         """What each change adds to the step, in seconds, on top of those before it; they sum to the whole change."""
-        pairs = pairwise(self.rows)
-        return [(after.change, after.step_time - before.step_time) for before, after in pairs]
+        steps = [(row.name, row.timeline.step_time) for row in self.rows]
+        return [(change, after - before) for (_, before), (change, after) in pairwise(steps)]
 
-    @cached_property
+    @property
     def comparison(self) -> Comparison:
         """The run beside the prediction, as `mk.compare` puts them: work and idle time by cause, and pictures."""
-        return compare_timelines([("run", self.before), ("what if", self.timeline())])
+        return Comparison((self.rows[0], replace(self.rows[-1], name="what if")))
 
     def gap(self) -> Mapping[str, float]:
         """Return the parts of the difference in seconds, by op and by cause of idle time (`Comparison.gap`)."""
@@ -203,7 +162,7 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
             found = [_replay(each, setting).step(last_step(changed)) for each in predicted]
         return sorted(found, key=lambda step: step.step_time)[(len(found) - 1) // 2]
 
-    rows = tuple(PredictedStep(each.change, each.plan, typical(each)) for each in asked)
+    rows = tuple(ComparedStep.from_timeline(each.change or "the run", typical(each)) for each in asked)
     played = Timeline.of(play(run.plan)).memory if asked[-1].plan != run.plan else None
     changed = {
         each.name
@@ -212,7 +171,7 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
         if getattr(setting.plan, each.name) != getattr(run.plan, each.name)
     }
     shown = 0.0 if not changed else BAND if changed <= SHOWN and not on_gpus else None
-    return WhatIf(rows, shown, played)
+    return WhatIf(rows, asked[-1].plan, shown, played)
 
 
 _PLAYED: WeakKeyDictionary[Run, dict[str, Trace]] = WeakKeyDictionary()

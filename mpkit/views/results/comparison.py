@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, timeline_svg
 
 if TYPE_CHECKING:
-    from mpkit.prediction.what_if import PredictedStep, WhatIf
+    from mpkit.prediction.what_if import WhatIf
     from mpkit.timeline.comparison import ComparedStep, Comparison
 
 __all__ = [
@@ -33,37 +34,22 @@ __all__ = [
     "what_if_view",
 ]
 
-HEADS = "step time", "change", "compute", "exposed", "idle", "bubble"
-
 
 def what_if_text(found: WhatIf) -> str:
     """Return a row for the run and for each change, and memory, as lines of text."""
-    names = ["the run", *(row.change for row in found.rows[1:])]
-    table = [["", *HEADS]]
-    for number, (name, row) in enumerate(zip(names, found.rows, strict=True)):
-        change = row.step_time - found.rows[number - 1].step_time if number else None
-        table.append([name, *_cells(row, change)])
-    lines = table_text(table)
+    table = _steps(found.rows)
+    for row, change in zip(table, ["change", "", *(_sign(value) for _, value in found.causes)], strict=True):
+        row.insert(2, change)
     whole = found.step_time - found.before.step_time
     relative = whole / found.before.step_time
-    lines += [
-        "Each change is on top of those above it. Compute, exposed communication and idle time are averaged over",
-        "ranks and sum to the step time, which is on the virtual clock: each rank on a device of its own.",
+    lines = [
+        *table_text(table),
+        "Each change is on top of those above it. Steps are on the virtual clock, each rank on a device of its own.",
+        AVERAGED,
         f"Predicted: {seconds(found.step_time)} per step, {_sign(whole)} ({relative:+.1%}); {_error(found)}.",
         *_memory(found),
     ]
     return "\n".join(lines)
-
-
-def _cells(row: PredictedStep, change: float | None) -> list[str]:
-    return [
-        seconds(row.step_time),
-        "" if change is None else _sign(change),
-        seconds(row.compute),
-        seconds(row.exposed_communication),
-        seconds(max(0.0, row.idle)),
-        percent(row.timeline.bubble),
-    ]
 
 
 def _sign(value: float) -> str:
@@ -113,10 +99,22 @@ def what_if_view(found: WhatIf) -> Any:
 SHOWN = 6
 """The number of parts of a difference that are listed; the rest is summed."""
 
+AVERAGED = "Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the step."
+
 
 def comparison_text(comparison: Comparison) -> str:
     """Return the comparison as lines of text."""
     rows = comparison.rows
+    lines = [*table_text(_steps(rows)), AVERAGED]
+    for row in rows:
+        lines += [f"{row.name}: {note}" for note in failure_notes(row.timeline.meta)]
+    for row in rows[1:]:
+        lines += ["", *_difference(comparison, row.name)]
+    return "\n".join(lines)
+
+
+def _steps(rows: Sequence[ComparedStep]) -> list[list[str]]:
+    """Return a table with a row per step: its time, and where it goes."""
     seen = [cause for cause in CAUSES if any(row.idle[cause] > 0 for row in rows)]
     most = max(row.memory for row in rows)
     table = [["", "step time", "bubble", "work", *seen, *["peak memory"] * bool(most)]]
@@ -125,15 +123,7 @@ def comparison_text(comparison: Comparison) -> str:
         figures = seconds(t.step_time), percent(t.bubble), seconds(sum(row.work.values()))
         held = [memory_text(row.memory, most) if row.memory else "-"] * bool(most)
         table.append([row.name, *figures, *(seconds(row.idle[cause]) for cause in seen), *held])
-    lines = table_text(table)
-    lines.append(
-        "Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the step."
-    )
-    for row in rows:
-        lines += [f"{row.name}: {note}" for note in failure_notes(row.timeline.meta)]
-    for row in rows[1:]:
-        lines += ["", *_difference(comparison, row.name)]
-    return "\n".join(lines)
+    return table
 
 
 def _difference(comparison: Comparison, name: str) -> list[str]:
