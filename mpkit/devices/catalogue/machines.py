@@ -31,7 +31,6 @@ from mpkit.plan.kinds import real, whole
 from mpkit.trace import Kind
 
 __all__ = [
-    "NICS",
     "build_machine",
     "by_name",
     "check_enough",
@@ -44,24 +43,8 @@ __all__ = [
 ]
 
 GIGA = 1e9
-INFINIBAND = 8e-6
-"""Seconds per hop between nodes; assumed."""
-EFA, ETHERNET = 55e-6, 30e-6
-"""Seconds per hop: that of "4x8-b200-efa", fitted to its all-reduce; assumed."""
-
-NICS: Mapping[str, tuple[float, float, str]] = {
-    "edr": (12.5, INFINIBAND, "InfiniBand EDR"),
-    "hdr": (25.0, INFINIBAND, "InfiniBand HDR"),
-    "ndr": (50.0, INFINIBAND, "InfiniBand NDR"),
-    "ib": (50.0, INFINIBAND, "InfiniBand NDR"),
-    "xdr": (100.0, INFINIBAND, "InfiniBand XDR"),
-    "efa": (50.0, EFA, "EFA v2 or v4"),
-    "roce-1600": (25.0, INFINIBAND, "RoCE, 1600 Gb/s per node of 8"),
-    "100gbe": (12.5 / 8, ETHERNET, "100 Gb/s Ethernet, a card per node of 8"),
-    "10gbe": (1.25 / 8, ETHERNET, "10 Gb/s Ethernet, a card per node of 8"),
-}
-"""By name: GB/s per device in one direction, seconds per hop, and what it is."""
-
+LATENCY = 8e-6
+"""Seconds per hop of a network card of which only the rate is given: InfiniBand's, assumed."""
 A_NODE = 8
 """Devices of a node, where a name leaves them out."""
 REACHED = 0.85
@@ -84,6 +67,13 @@ def one(table: str, **where: str) -> dict[str, str]:
     matching = [row for row in rows(table) if all(row[column] == value for column, value in where.items())]
     assert len(matching) == 1, f"{table}.csv has {len(matching)} rows with {where}"
     return matching[0]
+
+
+def _cards() -> dict[str, dict[str, str]]:
+    """Return the rows of nics.csv by name: network cards of a device, in one direction. Latencies are assumed, but for
+    EFA's, which is that of "4x8-b200-efa", fitted to its all-reduce.
+    """
+    return {row["nic"]: row for row in rows("nics")}
 
 
 def device_names() -> dict[str, dict[str, str]]:
@@ -110,6 +100,9 @@ def _gpu(name: str, mamf: str, guess: float = 0.8) -> Device:
     rates["float16"] = rates["bfloat16"]
     rates.setdefault("float32", rates["bfloat16"] / 4)  # not published: matrix units work in 16 bits
     peak = {dtype: rate / share for dtype, rate in rates.items()}
+    if row["float32_share"]:
+        rates = {"float32": float(row["float32_share"]) * peak["float32"], "float16": rates["float16"]}
+        how = f"float32: {row['float32_share']} of the published peak, {row['float32_source']}; others: {how}"
     published = f"published: {row['source']}" + (f" ({row['marks']})" if row["marks"] else "")
     read = row["memory_GiB"]  # what the driver reports, where a trace of torch.profiler says it
     memory = int(float(read) * 2**30) if read else int(float(row["memory_GB"]) * GIGA)
@@ -150,7 +143,7 @@ def machine_names() -> list[str]:
 def _measured(row: Mapping[str, str]) -> Hardware:
     short = row["device"]
     between = link_named(row["between"]) if row["between"] else None
-    device = _core() if short == "cpu" else _titan_rtx() if short == "titan-rtx" else _device(short)[0]
+    device = _core() if short == "cpu" else _device(short)[0]
     return Hardware(
         row["name"], device, link_named(row["link"]), between, int(row["per_node"]), int(row["nodes"])
     )
@@ -169,22 +162,6 @@ def _core() -> Device:
     )  # fmt: skip
 
 
-def _titan_rtx() -> Device:
-    """Return the card of the Hugging Face guide's DP and DDP experiment.
-
-    Its rate in float32 is fitted to the guide's DDP run with NVLink, as `examples/hugging_face.py` plays it on tensors
-    without content; the guide's DP run was not used.
-    """
-    card = _gpu("TITAN RTX", "")
-    peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
-    flops = (
-        "fitted by examples/hugging_face.py to the guide's DDP with NVLink, 510 ms per step: 0.504 of the published "
-        f"{peak / 1e12:g} TFLOP/s (float32); {card.sources['flops']} (float16)"
-    )
-    rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
-    return replace(card, flops=rates, sources={**card.sources, "flops": flops})
-
-
 def build_machine(
     device: str | Device, *, nodes: int = 1, per_node: int = 8, nic: str | float | None = None
 ) -> Hardware:
@@ -194,7 +171,7 @@ def build_machine(
         device: a name such as "h100" (names.csv), or a Device.
         nodes: the number of nodes.
         per_node: devices per node.
-        nic: the network card of each device: a name of `NICS`, such as "ndr", or GB/s in one direction. It is needed
+        nic: the network card of each device: a name of nics.csv, such as "ndr", or GB/s in one direction. It is needed
             where there are several nodes.
 
     Raises:
@@ -216,7 +193,7 @@ def build_machine(
         if nic is None:
             raise ValueError(
                 f"hardware({short!r}, nodes={nodes}) has no network between its nodes: give nic=, one of "
-                f"{', '.join(NICS)}, or its GB/s for each device, such as nic=25"
+                f"{', '.join(_cards())}, or its GB/s for each device, such as nic=25"
             )
         between, called = _card(nic)
     title = f"{nodes}x{per_node}-{short}-{called}" if nodes > 1 else f"{per_node}x-{short}"
@@ -243,7 +220,7 @@ def by_name(name: str) -> Hardware | None:
     for known, row in measured.items() if cards and name not in machine_names() else ():
         if cards and known.lstrip("0123456789") == cards[2]:
             return replace(_measured(row), name=name, per_node=int(cards[1]))
-    nics = "|".join(map(re.escape, NICS))
+    nics = "|".join(map(re.escape, _cards()))
     if several := re.fullmatch(rf"(\d+)x(\d+)-([a-z0-9-]+?)-({nics})", name):
         nodes, per_node = int(several[1]), int(several[2])
         return replace(build_machine(several[3], nodes=nodes, per_node=per_node, nic=several[4]), name=name)
@@ -294,23 +271,19 @@ def _through_host(device: Device) -> Link:
 def _card(nic: str | float) -> tuple[Link, str]:
     """Return the link of a network card for each device, and how a machine's name calls it."""
     if isinstance(nic, str):
-        if nic.lower() not in NICS:
+        if nic.lower() not in _cards():
             raise ValueError(
-                f"nic={nic!r}: one of {', '.join(NICS)}, or GB/s for each device, such as nic=25"
+                f"nic={nic!r}: one of {', '.join(_cards())}, or GB/s for each device, such as nic=25"
             )
-        rate, latency, what = NICS[nic.lower()]
-        called = nic.lower()
+        row = _cards()[called := nic.lower()]
+        rate, latency, what = float(row["GBps"]), float(row["latency_s"]), row["what"]
     elif not (real(nic) or 0) > 0:
         raise ValueError(
-            f"nic={nic!r}: GB/s for each device in one direction, such as nic=25, or a name: {', '.join(NICS)}"
+            f"nic={nic!r}: GB/s for each device in one direction, such as nic=25, or a name: {', '.join(_cards())}"
         )
     else:
-        rate, latency, what, called = (
-            float(nic),
-            INFINIBAND,
-            f"network, {nic:g} GB/s per device",
-            f"{nic:g}GBps",
-        )
+        rate, latency, what = float(nic), LATENCY, f"network, {nic:g} GB/s per device"
+        called = f"{nic:g}GBps"
     source = f"assumed: {REACHED} of the published line rate, {rate:g} GB/s per device"
     return Link(
         what, latency, REACHED * rate * GIGA, {}, {"bandwidth": source, "latency": "assumed"}, RAMP

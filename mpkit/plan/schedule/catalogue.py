@@ -194,17 +194,15 @@ class _Shape(NamedTuple):
     stage_to_rank: tuple[int, ...]
 
 
-def _shape_of(schedule: Schedule) -> _Shape:
+@lru_cache(4096)
+def _shape_of(schedule: str | Schedule, p: int, m: int, v: int) -> _Shape:
+    if isinstance(schedule, str):
+        schedule = build_schedule(schedule, p, m, SCHEDULES[schedule].stages_per_rank(v))
     pairs = Counter(action.stage for action in schedule.together)
     held = (live / max(1, len(schedule.stages_of(rank))) for rank, live in enumerate(schedule.peak_live))
     return _Shape(
         tuple(held), tuple(pairs[stage] for stage in range(schedule.stages)), schedule.stage_to_rank
     )
-
-
-@lru_cache(4096)
-def _named_shape(name: str, p: int, m: int, v: int) -> _Shape:
-    return _shape_of(build_schedule(name, p, m, SCHEDULES[name].stages_per_rank(v)))
 
 
 def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[int, ...]:
@@ -214,11 +212,11 @@ def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tupl
     ((1, 1, 2, 2), (61, 61, 62, 62), (0, 0))
     """
     if isinstance(schedule, Schedule):
-        return _shape_of(schedule).pairs
+        return _shape_of(schedule, p, m, v).pairs
     if not has_pairs(schedule):
         return (0,) * (p * SCHEDULES[schedule].stages_per_rank(v))
     later = max(0, m - 3 * p)  # each has a pair on each stage
-    return tuple(count + later for count in _named_shape(schedule, p, m - later, v).pairs)
+    return tuple(count + later for count in _shape_of(schedule, p, m - later, v).pairs)
 
 
 def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
@@ -232,7 +230,7 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
     ((4.0, 3.0, 2.0, 1.0), (4.0, 4.0, 4.0, 4.0), (2.0, 2.0))
     """
     if isinstance(schedule, Schedule):
-        return _shape_of(schedule).peak_live
+        return _shape_of(schedule, p, m, v).peak_live
     entry = SCHEDULES[schedule]
     if p * entry.stages_per_rank(v) == 1 and not entry.pairs:
         return (1.0,)  # gradients are accumulated: one micro-batch after the other
@@ -240,7 +238,7 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
         return (float(m),) * p
     if m > 3 * p and (m % p == 0 or entry.per_rank != ANY):
         m = 3 * p + m % p
-    return _named_shape(schedule, p, m, v).peak_live
+    return _shape_of(schedule, p, m, v).peak_live
 
 
 def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
@@ -249,11 +247,7 @@ def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]
     >>> stage_ranks("1f1b", 4), stage_ranks("zbv", 2, 2)
     ((0, 1, 2, 3), (0, 1, 1, 0))
     """
-    return (
-        schedule.stage_to_rank
-        if isinstance(schedule, Schedule)
-        else _named_shape(schedule, p, 1, v).stage_to_rank
-    )
+    return _shape_of(schedule, p, 1, v).stage_to_rank
 
 
 def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:
