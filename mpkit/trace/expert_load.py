@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["ExpertLoad", "expert_load_of"]
 
 Rows = npt.NDArray[np.float64]
-DROPPED = "dropped"
 ROWS = 2
-"""The kind of a logged value that is an expert's rows in a step, named by the layer, "[" and the expert's number, or
-"dropped" for choices that no expert had room for."""
+"""The kind of a logged value that is an expert's rows in a step, named by the layer, "[" and the expert's number."""
 
 
 class ExpertLoad(DrawnResult):
@@ -35,15 +33,14 @@ class ExpertLoad(DrawnResult):
     Args:
         sent: by layer [steps, ranks, experts], the rows of each rank's tokens that each expert computed.
         first: the number of the first step.
-        dropped: by layer [steps], the choices beyond experts' capacity, where there are any.
 
     Attributes:
-        sent, first, dropped: as given.
+        sent, first: as given.
         rows: by layer [steps, experts], the rows that each expert computed.
     """
 
-    def __init__(self, sent: dict[str, Rows], first: int, dropped: dict[str, Rows] | None = None) -> None:
-        self.sent, self.first, self.dropped = sent, first, dropped or {}
+    def __init__(self, sent: dict[str, Rows], first: int) -> None:
+        self.sent, self.first = sent, first
         self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
     def imbalance(self, layer: str) -> Rows:
@@ -98,7 +95,6 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
         TraceError: what is recorded is far too little for as many steps as it tells of.
     """
     counts: dict[str, dict[tuple[int, int, int], float]] = {}
-    beyond: dict[tuple[str, int], float] = {}  # by layer and step
     latest: list[int] = []
     for number, rank in enumerate(ranks):
         mine = rank.values[rank.values["kind"] == ROWS]
@@ -106,9 +102,6 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
             latest.append(int(mine["step"].max()))
         for record in mine:
             layer, _, expert = rank.name(int(record["name"])).rpartition("[")
-            if expert == DROPPED:
-                place_of = layer, int(record["step"])
-                beyond[place_of] = beyond.get(place_of, 0.0) + float(record["value"])
             if not expert.isdecimal() or len(expert) > 6:
                 continue
             place = int(record["step"]), number, int(expert)
@@ -129,8 +122,4 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
         for (step, number, chosen), count in of_layer.items():
             if step - first < steps:
                 sent[layer][step - first, number, chosen] = count
-    dropped = {
-        layer: np.array([beyond.get((layer, first + step), 0.0) for step in range(steps)])
-        for layer in dict.fromkeys(layer for layer, _ in beyond)
-    }
-    return ExpertLoad(sent, first, dropped)
+    return ExpertLoad(sent, first)

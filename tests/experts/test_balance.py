@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from mpkit.prediction.expert_balance import place_experts
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.reference.experts.balance import (
     auxiliary_loss,
-    drop_beyond_capacity,
     move_bias,
     route_with_bias,
 )
@@ -35,7 +33,7 @@ ALL = {**BIAS, "aux_loss": 0.5}
 PLANS = [
     (mk.Plan(dp=4, ep=2), ALL),
     (mk.Plan(pp=2, schedule="zbv", virtual_stages=2, microbatches=4), BIAS),
-    (mk.Plan(pp=2, tp=2), ALL | {"capacity": 0.9}),
+    (mk.Plan(pp=2, tp=2), ALL),
 ]
 
 
@@ -73,9 +71,9 @@ def test_the_losses_are_those_of_the_papers() -> None:
     torch.testing.assert_close(layer.router.weight.grad, plain.router.weight.grad)
 
 
-def test_the_bias_and_the_capacity_are_those_of_the_reference() -> None:
+def test_the_bias_is_that_of_the_reference() -> None:
     torch.manual_seed(0)
-    layer = MixtureOfExperts(6, experts=4, top_k=2, capacity=0.8, bias_rate=0.1).double()
+    layer = MixtureOfExperts(6, experts=4, top_k=2, bias_rate=0.1).double()
     sent: list[Tensor] = []
     layer.experts.register_forward_pre_hook(lambda _, args: sent.append(args[1]))
     bias, x = torch.zeros(4).double(), torch.randn(5, 3, 6).double()
@@ -83,12 +81,9 @@ def test_the_bias_and_the_capacity_are_those_of_the_reference() -> None:
         layer(x)
         torch.testing.assert_close(layer.bias, bias)
         p = layer.router(x.view(-1, 6)).softmax(-1)
-        chosen, weights = route_with_bias(p, bias, 2)
-        kept, dropped = drop_beyond_capacity(chosen, weights, 4, 0.8)
-        assert dropped and torch.equal(sent.pop(), chosen.masked_fill(kept == 0, 4))
+        chosen, _ = route_with_bias(p, bias, 2)
+        assert torch.equal(sent.pop(), chosen)
         bias = move_bias(bias, chosen.flatten().bincount(minlength=4), 0.1)
-    layer.eval()(x)
-    assert int(sent.pop().max()) == 3  # a model that is evaluated drops nothing
 
 
 @pytest.mark.parametrize(
@@ -101,11 +96,6 @@ def test_the_bias_and_the_capacity_are_those_of_the_reference() -> None:
             "Plan(pp=2, tp=2, schedule='gpipe', microbatches=2)",
         ),
         (mk.Plan(dp=2, data_parallel="dp"), {"bias_rate": 0.1}, "Plan(dp=2)"),
-        (
-            mk.Plan(cp=2, tp=2, sequence_parallel=True, cp_order="zigzag"),
-            {"capacity": 1.0},
-            "Plan(tp=2, cp_order='zigzag')",
-        ),
     ],
 )
 def test_plans_that_do_not_see_the_whole_batch(plan: mk.Plan, balancing: dict[str, Any], works: str) -> None:
@@ -124,19 +114,8 @@ def test_a_loss_that_counts_and_arguments_that_cannot_be() -> None:
     prepare(gpt(z_loss=0.1), texts(8), mk.Plan.serial(), ranks=1, **how)
     with pytest.raises(ValueError, match=r"experts=8, aux_loss=0.1"):
         GPT(aux_loss=0.1)
-    with pytest.raises(ValueError, match=r"capacity=1.25"):
-        GPT(experts=4, capacity=0.0)
     with pytest.raises(ValueError, match=r"z_loss=0.001"):
         GPT(experts=4, z_loss=-1.0)
-
-
-def test_dropped_choices_are_counted_once(train: Train) -> None:
-    """A choice is an expert's row or dropped."""
-    load = train(gpt(capacity=0.8), texts(7), mk.Plan(recompute="full"), **HOW).expert_load
-    for layer, rows in load.rows.items():
-        assert rows.max() <= ceil(0.8 * 7 * 8 * 2 / 4)
-        assert (rows.sum(axis=1) + load.dropped[layer]).tolist() == [7 * 8 * 2] * 3
-    assert re.search(r"block1.mlp.experts .* [0-9]+% dropped", str(load))
 
 
 # ---- DeepSeek's balancer: the published example, what holds of any placement, and what it says of a run's rows.

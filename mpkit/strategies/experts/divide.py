@@ -13,8 +13,7 @@ that none waits in vain: a rank that receives no row computes one of zeros, whos
 With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`mpkit.strategies.tensor.region`): what
 the layer returns is a partial sum then, weights included, and is summed over tp.
 
-Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
-of no expert (E) is a dropped one, and does not travel.
+Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer.
 `mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
@@ -195,7 +194,6 @@ def _forward(
     # ---- count
     sends, receives = _exchange_counts(chosen, here, group)
     to, of = (list(map(sum, counts)) for counts in (sends, receives))
-    order = order[: sum(to)]
     token = order // chosen.shape[1]
     # ---- dispatch
     rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
     route       a token's experts are those of its k largest probabilities, which are their weights: for k > 1 divided
                 by their sum, for k = 1 as they are
     balance     what keeps experts equally busy, if wanted: see below
-    experts     each computes the tokens that chose it; none is dropped, unless experts have a capacity
+    experts     each computes the tokens that chose it; none is dropped
     combine     the weighted sum over each token's experts
     shared      added to it: an MLP that all tokens visit
 
@@ -20,8 +20,6 @@ Balanced routing: what keeps a layer's experts equally busy. All of it depends o
                      moves by the rate, up for experts with fewer rows than the mean, and down for the others
     auxiliary loss   alpha E sum_e f_e P_e: f_e is expert e's share of the rows, P_e the mean of p_te over the tokens
     z-loss           beta mean_t (log sum_e exp x_te)^2 of the router's logits x, which keeps them small
-    capacity         an expert takes C = ceil(c T k / E) rows, the first in the order of the batch; the rest is dropped
-                     (of a batch that one forward computes; any other is rejected)
 
 The two losses are added to the gradients only: the loss that a training reports stays the loss of its outputs. Their
 gradients are p'_te = alpha E f_e / T and x'_te = 2 beta log(sum_e exp x_te) p_te / T. So of the whole batch a rank
@@ -29,12 +27,11 @@ needs f and T, and micro-batches and replicas can be summed.
 
 Sources: Fedus et al., "Switch Transformers", JMLR 2022, section 2.2; Zoph et al., "ST-MoE", 2022, section 3.1 (z-loss);
 Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024 (bias), as in DeepSeek-V3.
-`mpkit.strategies.reference.experts.balance` has each in a few lines.
+`mpkit.strategies.reference.experts.balance` has each in a few lines, and a capacity beyond which choices are dropped.
 """
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any
 
 import torch
@@ -53,7 +50,6 @@ __all__ = [
     "WholeBatch",
     "count_choices",
     "count_rows",
-    "number_rows",
 ]
 
 
@@ -83,43 +79,27 @@ class BatchShare:
     """The tokens of a forward as a share of their batch; here they are all of it.
 
     >>> share = BatchShare(torch.tensor([[0, 1], [0, 2], [0, 1]]), E=3)
-    >>> share.rows().tolist(), share.places().tolist(), share.choices
-    ([3, 2, 1], [[1, 1], [2, 1], [3, 2]], 6)
+    >>> share.rows().tolist()
+    [3, 2, 1]
 
     Attributes:
         chosen, E: as given.
-        choices: T k, of the whole batch.
         scale: the gradient of a mean over the batch's tokens with respect to each of these: the loss scale / T.
     """
 
     def __init__(self, chosen: Tensor, E: int, loss_scale: float = 1.0) -> None:
         self.chosen, self.E = chosen, E
-        self.choices = chosen.numel()
         self.scale = loss_scale / max(1, len(chosen))
 
     def rows(self) -> Tensor:
         """Return the rows of each expert in the whole batch, (E,)."""
         return count_choices(self.chosen, self.E)
 
-    def places(self) -> Tensor:
-        """Return each choice's number among those of its expert in the whole batch, [T, k]: 1 for the first."""
-        return number_rows(self.chosen, self.E)
-
 
 def count_choices(chosen: Tensor, E: int) -> Tensor:
     """Return how many choices fall on each expert, (E,)."""
     flat = chosen.flatten()
     return torch.zeros(E, dtype=torch.long, device=chosen.device).scatter_add(0, flat, torch.ones_like(flat))
-
-
-def number_rows(chosen: Tensor, E: int) -> Tensor:
-    """Return each choice's number among those of its expert, from 1 on, in the shape of `chosen`."""
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    rows = count_choices(chosen, E)
-    first = (rows.cumsum(0) - rows).index_select(0, flat.index_select(0, order))
-    numbers = torch.arange(1, flat.numel() + 1, device=chosen.device) - first
-    return torch.zeros_like(flat).scatter(0, order, numbers).view_as(chosen)
 
 
 class RouterLosses(torch.autograd.Function):
@@ -164,7 +144,6 @@ class MixtureOfExperts(nn.Module):
         hidden: the width inside of an expert; None: 4 h.
         dropout: the dropout rate of what is added to the residual stream.
         shared_experts: the number of experts that all tokens visit, besides these.
-        capacity: c; in training an expert takes ceil(c T k / E) rows of the batch's T k. None: as many as come.
         aux_loss: alpha, the factor of the auxiliary loss, whose gradient is added in training.
         z_loss: beta, the factor of the z-loss, likewise.
         bias_rate: by how much an expert's bias moves per step; 0: there is no bias.
@@ -184,8 +163,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(
         self, width: int, experts: int, top_k: int = 2, hidden: int | None = None, dropout: float = 0.0, *,
-        shared_experts: int = 0, capacity: float | None = None, aux_loss: float = 0.0, z_loss: float = 0.0,
-        bias_rate: float = 0.0,
+        shared_experts: int = 0, aux_loss: float = 0.0, z_loss: float = 0.0, bias_rate: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         if not 1 <= top_k <= experts:
@@ -198,13 +176,8 @@ class MixtureOfExperts(nn.Module):
                 raise ValueError(
                     f"MixtureOfExperts({name}={value}): a factor of 0 or more, such as {name}=0.001"
                 )
-        if capacity is not None and not 0 < capacity < float("inf"):
-            raise ValueError(
-                f"MixtureOfExperts(capacity={capacity}): an expert takes capacity times its even share of the rows, "
-                "more than 0: capacity=1.25; None: as many as come"
-            )
         self.top_k, self.experts_in_all = top_k, experts
-        self.capacity, self.aux_loss, self.z_loss, self.bias_rate = capacity, aux_loss, z_loss, bias_rate
+        self.aux_loss, self.z_loss, self.bias_rate = aux_loss, z_loss, bias_rate
         hidden = hidden or 4 * width
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = Experts(experts, width, hidden)
@@ -218,7 +191,7 @@ class MixtureOfExperts(nn.Module):
     @property
     def balance_options(self) -> dict[str, float]:
         """The arguments by which a forward in training depends on all tokens of the batch."""
-        names = ("capacity", "aux_loss", "z_loss", "bias_rate")
+        names = ("aux_loss", "z_loss", "bias_rate")
         return {name: value for name in names if (value := getattr(self, name))}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,9 +211,6 @@ class MixtureOfExperts(nn.Module):
         weights = p.gather(1, chosen)
         if self.top_k > 1:  # of a single one the quotient is 1, from which a router learns nothing
             weights = weights / weights.sum(-1, keepdim=True)
-        if share is not None and self.capacity is not None:
-            places = share.places()
-            chosen = chosen.masked_fill(places > self.capacity_of(share.choices), self.experts_in_all)
         # ---- experts, combine
         mixed = self.experts(tokens, chosen, weights).view_as(x)
         # ---- shared
@@ -248,11 +218,6 @@ class MixtureOfExperts(nn.Module):
             mixed = mixed + self.shared(x)
         made: Tensor = self.dropout(mixed)
         return made
-
-    def capacity_of(self, choices: int) -> int:
-        """Return C, how many of a batch's T k rows an expert takes."""
-        assert self.capacity is not None
-        return ceil(self.capacity * choices / self.experts_in_all)
 
     @torch.no_grad()
     def move_bias(self) -> None:
@@ -303,11 +268,11 @@ class Experts(nn.Module):
 
         Args:
             x: tokens, [T, width].
-            chosen: each token's experts, [T, k], integers from 0 to E - 1; E: the choice is dropped.
+            chosen: each token's experts, [T, k], integers from 0 to E - 1.
             weights: their weights, [T, k].
         """
         counts = count_rows(chosen, len(self.up))
-        order = chosen.flatten().argsort(stable=True)[: sum(counts)]
+        order = chosen.flatten().argsort(stable=True)
         token = order // chosen.shape[1]
         parts = x.index_select(0, token).split(counts)
         made = [
@@ -321,11 +286,11 @@ class Experts(nn.Module):
 def count_rows(chosen: Tensor, experts: int) -> list[int]:
     """Return how many rows each expert gets; of fake tensors, which have no values, all get equally many.
 
-    >>> count_rows(torch.tensor([[0, 2], [2, 4]]), 4)  # 4 is no expert: that choice is dropped
-    [1, 0, 2, 0]
+    >>> count_rows(torch.tensor([[0, 2], [2, 3]]), 4)
+    [1, 0, 2, 1]
     """
     if isinstance(chosen, FakeTensor) or chosen.is_meta:
         rows = chosen.numel()
         return [rows // experts + (i < rows % experts) for i in range(experts)]
     counts: list[int] = chosen.flatten().bincount(minlength=experts).tolist()
-    return counts[:experts]
+    return counts

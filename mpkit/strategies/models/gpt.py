@@ -16,7 +16,7 @@ from mpkit.strategies.models.experts import MixtureOfExperts
 
 __all__ = ["GPT", "GPTConfig", "next_token_loss"]
 
-OF_EXPERTS = ("shared_experts", "capacity", "aux_loss", "z_loss", "bias_rate")
+OF_EXPERTS = ("shared_experts", "aux_loss", "z_loss", "bias_rate")
 
 INTO_STREAM = ("attention.out.weight", "mlp.out.weight", "mlp.experts.down", "mlp.shared.down.weight")
 """Parameters whose product is added to the residual stream."""
@@ -35,7 +35,7 @@ class GPTConfig:
         dropout: the dropout rate; with 0, a pipeline repeats results exactly.
         experts: the number of experts in place of each block's MLP, E; 0: an MLP.
         top_k: how many of them each token visits, k.
-        shared_experts, capacity, aux_loss, z_loss, bias_rate: as in `MixtureOfExperts`: experts that all tokens visit,
+        shared_experts, aux_loss, z_loss, bias_rate: as in `MixtureOfExperts`: experts that all tokens visit,
             and what keeps the others equally busy.
     """
 
@@ -48,7 +48,6 @@ class GPTConfig:
     experts: int = 0
     top_k: int = 2
     shared_experts: int = 0
-    capacity: float | None = None
     aux_loss: float = 0.0
     z_loss: float = 0.0
     bias_rate: float = 0.0
@@ -169,11 +168,7 @@ class Block(nn.Module):
                 config.experts,
                 config.top_k,
                 dropout=config.dropout,
-                shared_experts=config.shared_experts,
-                capacity=config.capacity,
-                aux_loss=config.aux_loss,
-                z_loss=config.z_loss,
-                bias_rate=config.bias_rate,
+                **{name: getattr(config, name) for name in OF_EXPERTS},
             )
             if config.experts
             else FeedForward(config)

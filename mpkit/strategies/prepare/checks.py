@@ -372,7 +372,7 @@ def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> str | None:
 
 
 def check_balanced_routing(resolved: ResolvedPlan, task: Task) -> str | None:
-    """Reject plans under which an expert's capacity or a router's losses would not be those of the whole batch."""
+    """Reject plans under which a router's losses would not be those of the whole batch."""
     for name, layer in find_balanced(task.model).items():
         for why, works in _obstacles(layer, resolved, task):
             given = ", ".join(f"{key}={value}" for key, value in layer.balance_options.items())
@@ -383,26 +383,15 @@ def check_balanced_routing(resolved: ResolvedPlan, task: Task) -> str | None:
 def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> Iterator[tuple[str, str]]:
     """Yield why a layer cannot be trained under a plan, and a plan under which it can."""
     plan, schedule = resolved.plan, resolved.schedule
-    naive = {"schedule": GPIPE, "virtual_stages": 1}
     if plan.dp > 1 and plan.data_parallel == "dp":
         yield "nn.DataParallel's replicas know nothing of each other", call_of(plan, {"data_parallel": "ddp"})
     # ---- auxiliary loss: a layer's backwards need the rows of all its forwards
+    naive = {"schedule": GPIPE, "virtual_stages": 1}
     if layer.aux_loss and not _has_forwards_first(schedule):
         yield (
             f"an auxiliary loss counts the rows of the whole batch, but backwards begin before the last forward of "
             f"{plan.microbatches} micro-batches",
             call_of(plan, naive if plan.pp > 1 else {"microbatches": 1}),
-        )
-    # ---- capacity: the first rows of the batch are an expert's, so one forward has to see them all
-    own_tokens = plan.sequence_parallel and plan.tp > 1
-    if layer.capacity is not None and (plan.dp * plan.cp * plan.microbatches > 1 or own_tokens):
-        whole = {
-            "dp": 1, "dp_shard": None, "cp": 1, "cp_method": "ring", "microbatches": 1, "zero": 0,
-            "offload": "none", "ep": 1, "etp": None, "sequence_parallel": False,
-        }  # fmt: skip
-        yield (
-            "which rows an expert with a capacity takes depends on all tokens of the batch, which this plan divides",
-            call_of(plan, whole | (naive if plan.pp > 1 else {})),
         )
     # ---- both losses: their gradients are those of a mean over tokens, and so has to be the loss of the outputs
     if task.counts and (layer.aux_loss or layer.z_loss):

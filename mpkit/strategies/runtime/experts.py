@@ -7,7 +7,6 @@ them counts. `BatchRouting` is for a batch of which a rank has a share: micro-ba
     bias             at the end of a step, the rows of all ranks and micro-batches are summed; the bias moves by them
     auxiliary loss   f is summed at the first backward of a layer in a step, by when all its forwards are done
 
-A capacity depends on the order of all tokens of the batch: plans that divide it are rejected before.
 `mpkit.strategies.models.experts` says what this is of the whole batch. A forward that is repeated counts once.
 """
 
@@ -27,7 +26,6 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.experts import BatchShare, MixtureOfExperts, WholeBatch
 from mpkit.strategies.stage.stage import Stage
 from mpkit.trace import Kind
-from mpkit.trace.expert_load import DROPPED
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -47,7 +45,7 @@ class ExpertRows:
             if not axes.leads(but="tp" if plan.sequence_parallel else ""):
                 continue
             experts = number_of_experts(module) * plan.ep
-            self._counts[name] = torch.zeros(experts + 1, dtype=torch.long, device=context.device)
+            self._counts[name] = torch.zeros(experts, dtype=torch.long, device=context.device)
             module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True, prepend=True)
 
     def begin(self, microbatches: Sequence[MicroBatch]) -> None:
@@ -68,7 +66,7 @@ class ExpertRows:
             or type(chosen) is not Tensor
         ):
             return
-        counts += chosen.flatten().bincount(minlength=len(counts))  # choices that are dropped are the last
+        counts += chosen.flatten().bincount(minlength=len(counts))
 
     def _weight_of(self, m: int) -> float:
         return self._microbatches[m].weight if 0 <= m < len(self._microbatches) else 1.0
@@ -76,8 +74,7 @@ class ExpertRows:
     def end(self, step: int) -> None:
         """Record the counts of a step."""
         for name, counts in self._counts.items():
-            *rows, dropped = counts.tolist()
-            for expert, count in (*enumerate(rows), *([(DROPPED, dropped)] if dropped else ())):
+            for expert, count in enumerate(counts.tolist()):
                 self._record.values.count_rows(f"{name}[{expert}", count, step)
 
 
@@ -149,7 +146,6 @@ class _Share(BatchShare):
     def __init__(self, routing: BatchRouting, layer: MixtureOfExperts, chosen: Tensor, weight: float) -> None:
         super().__init__(chosen, layer.experts_in_all)
         self._routing, self._layer = routing, layer
-        self.choices = round(chosen.numel() / weight) if weight else 0
         self.scale = routing.loss_scale * weight / max(1, len(chosen))
         self.own_rows = super().rows() * int(weight > 0)
 

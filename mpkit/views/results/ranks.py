@@ -167,10 +167,6 @@ def load_text(load: ExpertLoad) -> str:
         told = f"busiest {load.imbalance(layer)[-1]:.2f} x mean" + (
             f", {unused} without rows" if unused else ""
         )
-        if layer in load.dropped:
-            told += (
-                f", {load.dropped[layer][-1] / max(1.0, load.dropped[layer][-1] + last.sum()):.0%} dropped"
-            )
         blocks = "".join(BLOCKS[round(8 * value / max(last.max(), 1.0))] for value in last)
         rows.append([layer, blocks, told])
     head = f"Rows by expert in step {load.first + steps - 1}; a full block is the busiest expert's"
