@@ -25,7 +25,7 @@ from mpkit.devices.hardware import Device, Hardware
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layer import LayerModel, peak_of
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import MemoryModel
+from mpkit.prediction.cost_model.memory import MemoryModel, most_at_peak
 from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import MIB, Stack, stack_of
 from mpkit.prediction.cost_model.step import StepModel
@@ -75,7 +75,7 @@ class FoldingRow:
         memory = MemoryModel(model, self.sequence, stack, self.machine.device)
         time = StepModel(model, self.sequence, self.machine, stack, constants)
         for layout in self.layouts:
-            if memory.of(layout).peak(layout.recompute) <= self.machine.device.memory:
+            if most_at_peak(memory.ranks(layout), layout.recompute) <= self.machine.device.memory:
                 took = min(took, time.step(layout).seconds)
         flops = 3 * self.layouts[0].global_batch * model.forward_flops(self.sequence, causal=False)
         return flops / took / self.layouts[0].ranks / peak_of(self.machine.device, "bfloat16")

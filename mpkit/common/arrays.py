@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Numbers", "call_distinct", "larger", "log2", "rows_at", "smaller", "take", "where"]
+__all__ = ["Numbers", "at_largest", "call_distinct", "larger", "log2", "smaller", "take", "where"]
 
 Numbers: TypeAlias = Any
-"""A number, or an array of them: one for each plan, and before that axis perhaps one for each stage."""
+"""A number, or an array of one for each plan."""
 
 
 def where(condition: Numbers, yes: Numbers, no: Numbers) -> Numbers:
@@ -44,21 +44,21 @@ def log2(a: Numbers) -> Numbers:
 
 
 def take(values: Numbers, rows: Any) -> Numbers:
-    """Return the values of some plans: an array's last axis has one per plan, and a number is that of all plans."""
-    if not isinstance(values, np.ndarray):
-        return values
-    return values[rows] if values.ndim == 1 else values[..., rows]
+    """Return the values of some plans: an array has one for each, and a number is that of all."""
+    return values[rows] if isinstance(values, np.ndarray) else values
 
 
-def rows_at(values: Numbers, place: Numbers) -> Numbers:
-    """Return along the first axis the value at a place, or at each plan's own place.
+def at_largest(keys: Sequence[Numbers], *columns: Sequence[Numbers]) -> list[Numbers]:
+    """Return of each column the value beside the largest key: of one plan, or of each of many.
 
-    >>> rows_at(np.array([[1, 2], [3, 4]]), np.array([1, 0])).tolist(), rows_at(np.array([1, 2]), 1)
-    ([3, 2], np.int64(2))
+    >>> at_largest([1, 3, 2], [5, 6, 7]), at_largest([np.array([1, 4]), np.array([3, 2])], [5, 6])[0].tolist()
+    ([6], [6, 5])
     """
-    if not isinstance(place, np.ndarray):
-        return values[place]
-    return np.take_along_axis(np.broadcast_to(values, (len(values), *place.shape)), place[None], 0)[0]
+    if not any(isinstance(key, np.ndarray) for key in keys):
+        place = keys.index(max(keys))
+        return [column[place] for column in columns]
+    places = np.argmax(np.broadcast_arrays(*keys), axis=0)
+    return [np.choose(places, list(column)) for column in columns]
 
 
 def call_distinct(function: Callable[..., Any], *columns: Any) -> tuple[Sequence[Any], NDArray[np.int64]]:

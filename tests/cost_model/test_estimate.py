@@ -288,7 +288,7 @@ class TestMegatronsActivations:
     )
     def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
         layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
-        held = MemoryModel(self.gpt, 2048, self.stack).of(layout)
+        (held,) = MemoryModel(self.gpt, 2048, self.stack).ranks(layout)
         found = kept_bytes(recompute, held.everything, held.border, held.scores)
         assert found / (48 * 2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)
 

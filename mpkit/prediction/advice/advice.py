@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from numpy import minimum
 
 from mpkit.common.calls import answers
-from mpkit.common.display import ChartedResult, data_frame, draw
+from mpkit.common.display import ChartedResult, draw
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.formats.write import unsaid
@@ -27,10 +26,6 @@ from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.workload import Workload, workload_of
 from mpkit.timeline.answer import Answer, Basis
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 __all__ = ["Advice", "advise"]
 
@@ -147,19 +142,6 @@ class Advice(ChartedResult, Answer):
         Plan(dp=8) does not fit: it needs 341.2 of 79.1 GiB, out by 262.1 GiB; the largest part is activations.
         """
         return why_not(self, plan)
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per plan of `plans`: step time, memory, tokens per second and utilization."""
-        rows = []
-        for plan, found in zip(self.plans, self.found.kinds, strict=False):
-            this = self.estimate(plan)
-            rows.append(
-                {
-                    "plan": repr(plan), "step_time": this.step_time, "memory": found.memory,
-                    "tokens_per_second": this.tokens_per_second, "mfu": this.mfu, "because": next(iter(this.because)),
-                }
-            )  # fmt: skip
-        return data_frame(rows)
 
     def __str__(self) -> str:
         return summary_of(self)

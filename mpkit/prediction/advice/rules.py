@@ -15,19 +15,20 @@ Source: Hugging Face, "Efficient Training on Multiple GPUs" (perf_train_gpu_many
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.prediction.advice.search import HEADROOM, FoundLayout
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import most_at_peak
 from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = ["Rule", "rules_of"]
 
-FAST, FAST_BETWEEN = 50e9, 20e9
-"""Bytes per second of a device's link from which on it is called fast: NVLink inside a node, 200 Gb/s between nodes."""
+FAST, FAST_BETWEEN = 50, 20
+"""GB/s of a device's link from which on it is called fast: NVLink inside a node, 200 Gb/s between nodes."""
 ALIKE = 1.25
 """By how much times may differ that the guide calls alike."""
 
@@ -52,73 +53,63 @@ class Rule:
 
 def rules_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Rule]:
     """Return the rules that apply, of layouts that are ordered with the best first."""
-    device, per_parameter = (
-        asked.hardware.device,
-        asked.stack.element + asked.stack.gradient + asked.stack.states,
-    )
+    per_parameter = asked.stack.element + asked.stack.gradient + asked.stack.states
     states = per_parameter * asked.model.parameters
     if found:
         rules = [*_of_sizes(asked, found, per_parameter), *_of_one_node(asked, found)]
         return [*rules, *_of_several_nodes(asked, found, states), *_of_parts(found)]
     if not isfinite(asked.available):
         return []
+    devices, needed = asked.hardware.devices, -(-states // asked.available)
     says = f"The states of {asked.model.parameters / 1e9:.3g} B parameters take {memory_text(states)} over all ranks."
-    have, needed = memory_text(asked.hardware.devices * device.memory), -(-states // device.memory)
-    return [
-        Rule(
-            says, True, f"{asked.hardware.devices} devices have {have}; the states need {needed:.0f} or more."
-        )
-    ]
+    have = f"{devices} devices have {memory_text(devices * asked.available)}"
+    return [Rule(says, True, f"{have}; the states need {needed:.0f} or more.")]
 
 
 def _of_sizes(asked: Workload, found: Sequence[FoundLayout], per_parameter: float) -> Iterator[Rule]:
     """Yield whether a replica fits one device, so that data parallelism is enough; if its states do not, whether one
     layer does.
     """
-    model, room, best = asked.model, asked.available, found[0]
+    model, room, best, memory = asked.model, asked.available, found[0].layout, found[0].memory
     if isfinite(room):
-        plain = Layout(
-            dp=asked.hardware.devices, microbatches=max(1, asked.global_batch // asked.hardware.devices)
-        )
-        held = float(asked.memory_model.of(plain).peak("none"))
+        devices = asked.hardware.devices
+        plain = Layout(dp=devices, microbatches=max(1, asked.global_batch // devices))
+        held = most_at_peak(asked.memory_model.ranks(plain), "none")
         says = f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: "
         if held > room:
-            divided = best.layout.zero > 0 or best.layout.pp > 1 or best.layout.tp > 1
+            divided = best.zero > 0 or best.pp > 1 or best.tp > 1 or best.offload != "none"
             yield Rule(
-                f"{says}divide states or model.",
-                divided or best.layout.offload != "none",
-                f"the best plan holds {memory_text(best.memory)}.",
+                f"{says}divide states or model.", divided, f"the best plan holds {memory_text(memory)}."
             )
         else:
-            ddp = _first(found, lambda of: of.pp == of.tp == of.cp == 1 and of.zero == 0) or best
+            ddp = _first(found, lambda of: of.pp == of.tp == of.cp == 1 and of.zero == 0) or found[0]
             yield Rule(
                 f"{says}data parallelism is enough.",
-                best.layout.pp == best.layout.tp == best.layout.cp == 1,
-                f"DDP takes {seconds(ddp.seconds)} per step, the best plan {seconds(best.seconds)}.",
+                best.pp == best.tp == best.cp == 1,
+                f"DDP takes {seconds(ddp.seconds)} per step, the best plan {seconds(found[0].seconds)}.",
             )
     if per_parameter * model.parameters <= room:
         return
     held = per_parameter * max(model.layer_parameters(first) for first, _ in model.kinds())
-    degrees = f"the best plan has tp={best.layout.tp}"
     if held <= room:
         yield Rule(
             f"The largest layer with its states takes {memory_share(held, room)} of a device, so that a pipeline or "
             "ZeRO is enough, without tensor parallelism.",
-            best.layout.tp == 1,
-            f"{degrees}, pp={best.layout.pp}, ZeRO-{best.layout.zero}.",
+            best.tp == 1,
+            f"the best plan has tp={best.tp}, pp={best.pp}, ZeRO-{best.zero}.",
         )
     else:
         yield Rule(
             f"The largest layer with its states takes {memory_text(held)} and a device has {memory_text(room)}: divide "
             "the layer itself, by tensor parallelism or ZeRO.",
-            best.layout.tp > 1 or best.layout.zero > 0,
-            f"{degrees}, ZeRO-{best.layout.zero}.",
+            best.tp > 1 or best.zero > 0,
+            f"the best plan has tp={best.tp}, ZeRO-{best.zero}.",
         )
 
 
 def _of_one_node(asked: Workload, found: Sequence[FoundLayout]) -> Iterator[Rule]:
     """Yield whether links inside the node decide as the guide says, where two ways of dividing fit."""
-    speed = asked.hardware.link.bandwidth
+    speed = asked.hardware.link.bandwidth / 1e9
     ways = {
         "a pipeline": _first(found, lambda of: of.pp > 1 and of.tp == of.cp == 1 and of.zero < 2),
         "ZeRO": _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1),
@@ -127,15 +118,13 @@ def _of_one_node(asked: Workload, found: Sequence[FoundLayout]) -> Iterator[Rule
     took = {name: way.seconds for name, way in ways.items() if way is not None}
     if asked.hardware.nodes > 1 or len(took) < 2:
         return
-    why = f"at best {', '.join(f'{seconds(each)} with {name} alone' for name, each in took.items())}."
+    says = f"Links of {speed:.3g} GB/s are slow: a pipeline is faster than tensor parallelism or ZeRO."
+    agrees = min(took, key=took.__getitem__) == "a pipeline"
     if speed >= FAST:
-        says = f"Links of {speed / 1e9:.0f} GB/s are fast: a pipeline, ZeRO and tensor parallelism do about alike."
-        yield Rule(says, max(took.values()) <= ALIKE * min(took.values()), why)
-    else:
-        says = (
-            f"Links of {speed / 1e9:.3g} GB/s are slow: a pipeline is faster than tensor parallelism or ZeRO."
-        )
-        yield Rule(says, min(took, key=took.__getitem__) == "a pipeline", why)
+        says = f"Links of {speed:.0f} GB/s are fast: a pipeline, ZeRO and tensor parallelism do about alike."
+        agrees = max(took.values()) <= ALIKE * min(took.values())
+    told = ", ".join(f"{seconds(each)} with {name} alone" for name, each in took.items())
+    yield Rule(says, agrees, f"at best {told}.")
 
 
 def _of_several_nodes(asked: Workload, found: Sequence[FoundLayout], states: float) -> Iterator[Rule]:
@@ -143,55 +132,48 @@ def _of_several_nodes(asked: Workload, found: Sequence[FoundLayout], states: flo
     machine, per_node = asked.hardware, asked.hardware.per_node
     if machine.between is None or machine.nodes == 1:
         return
-    inside = _first(found, lambda of: of.tp <= per_node)
-    across = _first(found, lambda of: of.tp > per_node)
-    if inside and across:
-        yield Rule(
-            TP_INSIDE,
-            inside.seconds <= across.seconds,
-            f"at best {seconds(inside.seconds)} per step with tp={inside.layout.tp}, "
-            f"{seconds(across.seconds)} with tp={across.layout.tp} across nodes.",
-        )
+    yield from _of_two(
+        TP_INSIDE,
+        _first(found, lambda of: of.tp <= per_node),
+        _first(found, lambda of: of.tp > per_node),
+        "with tp={one.tp}, {longer} with tp={other.tp} across nodes.",
+    )
     room = per_node * HEADROOM * asked.available
-    inside = _first(found, lambda of: 0 < of.sharded * of.tp <= per_node)
-    across = _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > per_node)
-    if states <= room and inside and across:
-        yield Rule(
+    if states <= room:
+        yield from _of_two(
             f"The states take {memory_text(states)} and a node has {memory_text(room)}: shard them inside the node.",
-            inside.seconds <= across.seconds,
-            f"at best {seconds(inside.seconds)} per step inside, {seconds(across.seconds)} among all nodes.",
+            _first(found, lambda of: 0 < of.sharded * of.tp <= per_node),
+            _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > per_node),
+            "inside, {longer} among all nodes.",
         )
     alone = _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1)
     several = _first(found, lambda of: of.pp > 1)
-    if not alone or not several:
-        return
-    speed = machine.between.bandwidth
-    why = (
-        f"at best {seconds(alone.seconds)} per step with ZeRO alone, {seconds(several.seconds)} with a pipeline, of "
-        f"pp={several.layout.pp}, tp={several.layout.tp} and ZeRO-{several.layout.zero}."
-    )
+    speed = machine.between.bandwidth / 1e9
+    told = "with ZeRO alone, {longer} with a pipeline, of pp={other.pp}, tp={other.tp} and ZeRO-{other.zero}."
     if speed >= FAST_BETWEEN:
-        says = f"Links of {speed / 1e9:.0f} GB/s between nodes are fast: ZeRO alone is enough, and needs no new code."
-        yield Rule(says, alone.seconds <= ALIKE * several.seconds, why)
-    else:
-        says = f"Links of {speed / 1e9:.3g} GB/s between nodes are slow: a pipeline between nodes, and ZeRO-1 at most."
-        yield Rule(says, several.seconds <= alone.seconds and several.layout.zero <= 1, why)
+        says = (
+            f"Links of {speed:.0f} GB/s between nodes are fast: ZeRO alone is enough, and needs no new code."
+        )
+        yield from _of_two(says, alone, several, told, ALIKE)
+    elif alone and several:
+        says = (
+            f"Links of {speed:.3g} GB/s between nodes are slow: a pipeline between nodes, and ZeRO-1 at most."
+        )
+        agrees = several.seconds <= alone.seconds and several.layout.zero <= 1
+        yield from (replace(rule, agrees=agrees) for rule in _of_two(says, alone, several, told))
 
 
 def _of_parts(found: Sequence[FoundLayout]) -> Iterator[Rule]:
     """Yield whether a pipeline is better with ZeRO-1 than with more; and what one device can do by itself, if the best
     plan does that.
     """
-    low = _first(found, lambda of: of.pp > 1 and of.zero <= 1)
-    high = _first(found, lambda of: of.pp > 1 and of.zero >= 2)
-    if low and high:
-        yield Rule(
-            "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients "
-            "and weights already: take ZeRO-1.",
-            low.seconds <= high.seconds,
-            f"at best {seconds(low.seconds)} per step with ZeRO-{low.layout.zero}, {seconds(high.seconds)} with "
-            f"ZeRO-{high.layout.zero}.",
-        )
+    yield from _of_two(
+        "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients and "
+        "weights already: take ZeRO-1.",
+        _first(found, lambda of: of.pp > 1 and of.zero <= 1),
+        _first(found, lambda of: of.pp > 1 and of.zero >= 2),
+        "with ZeRO-{one.zero}, {longer} with ZeRO-{other.zero}.",
+    )
     best = found[0]
     asked = {"recompute": best.layout.recompute, "offload": best.layout.offload}
     measures = [f"{name}={value!r}" for name, value in asked.items() if value != "none"]
@@ -207,3 +189,13 @@ def _of_parts(found: Sequence[FoundLayout]) -> Iterator[Rule]:
 def _first(found: Sequence[FoundLayout], wanted: Callable[[Layout], bool]) -> FoundLayout | None:
     """Return the fastest layout that is as wanted."""
     return next((each for each in found if wanted(each.layout)), None)
+
+
+def _of_two(
+    says: str, one: FoundLayout | None, other: FoundLayout | None, told: str, alike: float = 1.0
+) -> Iterator[Rule]:
+    """Yield whether one layout is faster than another, or takes not much longer, where both fit."""
+    if one and other:
+        words = told.format(one=one.layout, other=other.layout, longer=seconds(other.seconds))
+        why = f"at best {seconds(one.seconds)} per step {words}"
+        yield Rule(says, one.seconds <= alike * other.seconds, why)

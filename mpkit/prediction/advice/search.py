@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Any, NamedTuple, overload
 
@@ -28,6 +29,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.prediction.advice.space import divisors, families, offers_of
 from mpkit.prediction.cost_model.layout import Layout, plan_of
+from mpkit.prediction.cost_model.memory import most_at_peak
 from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = [
@@ -124,65 +126,51 @@ def search(asked: Workload, sizes: Sequence[int]) -> tuple[FoundLayouts, FoundLa
     microbatch = np.concatenate([np.array(each, np.int64) for each in choices])
     layouts = Layout.stack(bases).take(family, microbatch=microbatch)
     layouts = layouts.vary(microbatches=asked.global_batch // layouts.dp // microbatch)
-    memory = asked.memory_model.of(layouts)
+    memory = asked.memory_model.ranks(layouts)
 
     # Parameters can be on the host under ZeRO-3 only. Selective recomputation frees the attention's scores, which fused
     # attention does not keep.
     in_pairs = [name for name, entry in SCHEDULES.items() if entry.pairs]
+    every_row = np.ones(len(family), bool)
     sharded, joint = (
-        np.broadcast_to(each, len(family))
-        for each in (layouts.zero == 3, np.isin(np.asarray(layouts.schedule), in_pairs))
+        every_row & (layouts.zero == 3),
+        every_row & np.isin(np.asarray(layouts.schedule), in_pairs),
     )
     recomputes = [
         each
         for each in offers.recompute
         if not (stack.fused and each == "selective") and every(each) <= asked.model.layers
     ]
-    considered, parts, full = 0, _Parts(), _Parts()
-    open_rows = np.ones(len(family), bool)  # those for which no relief was enough yet
+    considered, reliefs, parts = 0, list(product(offers.offload, recomputes)), []
+    open_rows = every_row.copy()  # those for which no relief was enough yet
     for offload in offers.offload:
-        able = sharded if offload == "params" else np.ones(len(family), bool)
-        needs = memory.with_offload(offload)
+        able = sharded if offload == "params" else every_row
         rows = np.flatnonzero(able & open_rows)
-        rows = rows[needs.take(rows).peak(recomputes[-1]) <= whole]
-        needs, filled = needs.take(rows), np.zeros(len(rows), bool)
+        needs = [rank.with_offload(offload).take(rows) for rank in memory]
+        possible = most_at_peak(needs, recomputes[-1]) <= whole
+        rows, needs = rows[possible], [rank.take(possible) for rank in needs]
+        filled = np.zeros(len(rows), bool)
         for recompute in recomputes:
             usable = ~joint | (recompute in offers.joint_recompute)
             considered += int((able & usable).sum())
-            held = np.where(usable[rows], needs.peak(recompute), inf)
+            held = np.where(usable[rows], most_at_peak(needs, recompute), inf)
             fits = held <= HEADROOM * whole
-            fills = (held <= whole) & ~fits & ~filled
-            parts.add(rows[fits], offload, recompute, held[fits])
-            full.add(rows[fills], offload, recompute, held[fills])
+            kept = fits | ((held <= whole) & ~filled)
+            number = reliefs.index((offload, recompute))
+            parts.append((rows[kept], np.full(kept.sum(), number), held[kept]))
             if recompute == recomputes[0]:
                 open_rows[rows[fits]] = False
-            rows, filled, needs = rows[~fits], (filled | fills)[~fits], needs.take(~fits)
-    return parts.priced(asked, layouts, family), full.priced(asked, layouts, family), considered
-
-
-class _Parts:
-    """Rows of layouts with what relieves them and the memory that they then take."""
-
-    def __init__(self) -> None:
-        self.columns: list[tuple[Indices, Any, Any, Any, Floats]] = []
-
-    def add(self, rows: Indices, offload: str, recompute: str, held: Floats) -> None:
-        n, number = len(rows), len(self.columns)
-        self.columns.append(
-            (rows, np.repeat(offload, n), np.repeat(recompute, n), np.repeat(number, n), held)
-        )
-
-    def priced(self, asked: Workload, layouts: Layout, family: Indices) -> FoundLayouts:
-        """Return them with their times."""
-        rows, offload, recompute, number, held = (
-            np.concatenate(each) for each in zip(*self.columns, strict=True)
-        )
-        some = layouts.take(rows, offload=offload, recompute=recompute)
-        took = np.zeros(len(rows))
-        for start in range(0, len(rows), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            took[chunk] = asked.time_model.seconds(some.take(chunk))
-        return FoundLayouts(some, family[rows] * len(self.columns) + number, took, held)
+            rows, filled, needs = rows[~fits], (filled | kept)[~fits], [rank.take(~fits) for rank in needs]
+    rows, relief, held = (np.concatenate(each) for each in zip(*parts, strict=True))
+    offloads, recomputed = (np.array(each)[relief] for each in zip(*reliefs, strict=True))
+    some = layouts.take(rows, offload=offloads, recompute=recomputed)
+    took = np.zeros(len(rows))
+    for start in range(0, len(rows), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        took[chunk] = asked.time_model.seconds(some.take(chunk))
+    priced = FoundLayouts(some, family[rows] * len(reliefs) + relief, took, held)
+    roomy = held <= HEADROOM * whole
+    return priced.take(roomy), priced.take(~roomy), considered
 
 
 # ---- what is best

@@ -205,6 +205,8 @@ class LayerModel:
         """
         machine, inside = self.hardware, layout.per_node(axis, self.hardware.per_node)
         n = getattr(layout, axis) if n is None else n
+        if isinstance(n, int) and n < 2:
+            return 0.0
         nodes = larger(1, n // inside)
         took = collective_time(kind, nbytes, n, nodes, machine.link, machine.between, calls)
         return where(nbytes > 0, took, 0.0)

@@ -1,15 +1,15 @@
 """Layout: the degrees of a plan as numbers, of one plan or of a hundred thousand.
 
 Layout   a plan's degrees, with what only some frameworks have; `Layout.stack` makes many of them one of arrays
-Stages   what the ranks of a pipeline hold: of one layout all its ranks, of many the classes of those that hold alike
-Shares   how many parameters the ranks compute with, and how many of them they update
+Stage    what a rank of a pipeline holds: of one layout each rank, of many one of each class of those that hold alike
+Shares   how many parameters these ranks compute with, and how many of them they update
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from math import gcd
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpkit.common.arrays import Numbers, call_distinct, larger, rows_at, take, where
+from mpkit.common.arrays import Numbers, at_largest, call_distinct, larger, take, where
 from mpkit.plan.kinds import CONTIGUOUS, ZIGZAG, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
@@ -25,7 +25,7 @@ from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, peak_live, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["Layout", "Shares", "Stages", "layout_of", "plan_of", "shares_of", "stages_of"]
+__all__ = ["Layout", "Share", "Shares", "Stage", "layout_of", "plan_of", "shares_of", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -295,12 +295,12 @@ def plan_of(layout: Layout) -> Plan:
 # ---- stages
 
 
-class Stages(NamedTuple):
-    """What the ranks of a pipeline hold, along the first axis; a second one is that of many layouts.
+class Stage(NamedTuple):
+    """What a rank of a pipeline holds: a number each, or an array of one for each of many layouts.
 
     Attributes:
         kinds: the number of layers, of each kind.
-        first, last: whether a rank has the first stage, and the last one with the head and the loss.
+        first, last: whether it has the first stage, and the last one with the head and the loss.
         live: the most micro-batches in flight.
     """
 
@@ -311,55 +311,68 @@ class Stages(NamedTuple):
 
     @property
     def layers(self) -> Numbers:
-        """The number of layers of each rank."""
+        """The number of layers."""
         return sum(self.kinds)
 
 
-def stages_of(model: Architecture, layout: Layout) -> Stages:
+def stages_of(model: Architecture, layout: Layout) -> list[Stage]:
     """Return what the ranks of a pipeline hold; of many layouts, one rank of each class of those that hold alike.
 
     Layouts of fewer classes than others repeat their first one.
 
-    >>> stages_of(Architecture(5, 64, 4, experts=4, top_k=2, dense=1), Layout(pp=2)).kinds
-    (array([1, 0]), array([2, 2]))
+    >>> [stage.kinds for stage in stages_of(Architecture(5, 64, 4, experts=4, top_k=2, dense=1), Layout(pp=2))]
+    [(1, 2), (0, 2)]
     """
-    n = len(model.kinds())
     if not isinstance(layout.ranks * layout.microbatches, np.ndarray):
-        *kinds, first, last, live = zip(*_ranks(model, layout), strict=True)
-        return Stages(tuple(map(np.array, kinds)), np.array(first), np.array(last), np.array(live))
+        return _ranks(model, layout)
 
     def classes(schedule: str, pp: int, v: int, m: int) -> list[tuple[Any, ...]]:
         shape = Layout(pp=pp, schedule=schedule, virtual_stages=v, microbatches=m, head=layout.head)
         most: dict[tuple[Any, ...], float] = {}
-        for *kind, live in _ranks(model, shape):
-            most[tuple(kind)] = max(live, most.get(tuple(kind), 0.0))
+        for kinds, *ends, live in _ranks(model, shape):
+            most[*kinds, *ends] = max(live, most.get((*kinds, *ends), 0.0))
         return [(*kind, live) for kind, live in most.items()]
 
     shapes, which = layout.shapes
     found = [classes(*shape) for shape in shapes]
     most = max(map(len, found))
-    table = np.array([[*each, *[each[0]] * (most - len(each))] for each in found], float)[which].transpose(
-        2, 1, 0
-    )
-    return Stages(tuple(table[:n]), table[n] > 0, table[n + 1] > 0, table[n + 2])
+    table = np.array([[*each, *[each[0]] * (most - len(each))] for each in found], float)[which]
+    return [
+        Stage(tuple(kinds), first > 0, last > 0, live)
+        for *kinds, first, last, live in table.transpose(1, 2, 0)
+    ]
 
 
-def _ranks(model: Architecture, layout: Layout) -> list[tuple[Any, ...]]:
-    """Return of each rank of a pipeline its layers by kind, whether it has the first and the last stage, and what is
-    in flight there.
-    """
+def _ranks(model: Architecture, layout: Layout) -> list[Stage]:
+    """Return what each rank of one pipeline holds."""
     last = layout.stage_to_rank[-1]
     live = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
     found, begin = [], 0
     for rank, count in enumerate(layout.stage_layers(model.layers)):
         end = begin + count
-        kinds = [max(0, min(end, i + n) - max(begin, i)) for i, n in model.kinds()]
-        found.append((*kinds, rank == 0, rank == last, live[rank]))
+        kinds = tuple(max(0, min(end, i + n) - max(begin, i)) for i, n in model.kinds())
+        found.append(Stage(kinds, rank == 0, rank == last, live[rank]))
         begin = end
     return found
 
 
 # ---- parameters of the ranks
+
+
+class Share(NamedTuple):
+    """The parameters of a rank.
+
+    Attributes:
+        weights: as it computes with them, divided by tp, and by ep.
+        experts: of these, those of experts, which fewer replicas hold.
+        sharded: those in its shard; fewer ranks share experts.
+        updated: those that it updates: under ZeRO, of experts too, its part.
+    """
+
+    weights: Numbers
+    experts: Numbers
+    sharded: Numbers
+    updated: Numbers
 
 
 @dataclass(frozen=True)
@@ -368,36 +381,21 @@ class Shares:
 
     Attributes:
         layout, stack: how the step is divided, with which software.
-        weights: of each stage, as one of its ranks computes with them, divided by tp, and by ep.
-        experts: of these, those of experts, which fewer replicas hold.
-        layer, layer_experts: those of the largest layer, and of its experts.
+        ranks: those of the rank of each stage.
+        fullest: those of the rank with most.
+        layer, layer_experts: of the largest layer, and of its experts.
         edge: those outside the layers, of the first or the last stage.
         layers: the layers of the rank with most.
     """
 
     layout: Layout
     stack: Stack
-    weights: Numbers
-    experts: Numbers
+    ranks: list[Share]
+    fullest: Share
     layer: Numbers
     layer_experts: Numbers
     edge: Numbers
     layers: Numbers
-
-    @cached_property
-    def sharded(self) -> Numbers:
-        """Of each stage those in the shard of a rank; fewer ranks share experts."""
-        rest = self.weights - self.experts
-        return rest / self.layout.shards + self.experts / self.layout.expert_shards
-
-    @cached_property
-    def updated(self) -> Numbers:
-        """Of each stage those that a rank updates: under ZeRO, of experts too, its part."""
-        return where(self.layout.zero > 0, self.sharded, self.weights) * self.layout.trainable
-
-    def fullest(self, values: Numbers) -> Numbers:
-        """Return the value of the stage with most parameters."""
-        return rows_at(values, self.weights.argmax(axis=0))
 
     def calls(self, parameters: Numbers, element: float) -> Numbers:
         """Return how many collectives send so many gradients or weights, of so many bytes each.
@@ -419,34 +417,39 @@ class Shares:
         return where(self.layout.zero == 2, self.layers, buckets)
 
 
-def shares_of(model: Architecture, layout: Layout, stack: Stack, stages: Stages | None = None) -> Shares:
+def shares_of(model: Architecture, layout: Layout, stack: Stack, stages: Sequence[Stage] = ()) -> Shares:
     """Return the parameters of the ranks of a layout.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
-    >>> shares_of(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).updated
-    array([31109952.])
+    >>> shares_of(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).fullest.updated
+    31109952.0
     """
     stages = stages or stages_of(model, layout)
-    t, divided = layout.tp, layout.expert_tp * layout.ep
-    weights: Numbers = 0.0
-    experts: Numbers = 0.0
-    layer: Numbers = 0.0
-    layer_experts: Numbers = 0.0
-    for (first, _), count in zip(model.kinds(), stages.kinds, strict=True):
-        all_experts, parted = model.expert_parameters(first), model.divided_parameters(first)
-        rest = model.layer_parameters(first) - all_experts - parted + parted / t
-        own = all_experts / divided
-        weights, experts = weights + count * (rest + own), experts + count * own
-        layer_experts = where(np.asarray(rest + own > layer), own, layer_experts)
-        layer = larger(layer, rest + own)
+    t, kinds = layout.tp, []
+    for first, _ in model.kinds():
+        experts, parted = model.expert_parameters(first), model.divided_parameters(first)
+        own = experts / (layout.expert_tp * layout.ep)
+        kinds.append((model.layer_parameters(first) - experts - parted + parted / t + own, own))
     embedding, head = (
         (every - whole) / t + whole
         for every, whole in zip(
             (model.embedding_parameters, model.head_parameters), model.whole_at_edges, strict=True
         )
     )
-    weights = weights + stages.first * embedding + stages.last * head
-    if model.tied:  # the last stage holds a copy of the embedding
-        weights = weights + (stages.last & ~stages.first) * (model.vocabulary * model.hidden / t)
-    edge, layers = larger(embedding, head), stages.layers.max(axis=0)
-    return Shares(layout, stack, weights, experts, layer, layer_experts, edge, layers)
+
+    def share_of(stage: Stage) -> Share:
+        weights, experts = (
+            sum(count * kind[i] for count, kind in zip(stage.kinds, kinds, strict=True)) for i in (0, 1)
+        )
+        weights = weights + stage.first * embedding + stage.last * head
+        if model.tied:  # the last stage holds a copy of the embedding
+            weights = weights + (stage.last > stage.first) * (model.vocabulary * model.hidden / t)
+        sharded = (weights - experts) / layout.shards + experts / layout.expert_shards
+        updated = where(layout.zero > 0, sharded, weights) * layout.trainable
+        return Share(weights, experts, sharded, updated)
+
+    ranks = [share_of(stage) for stage in stages]
+    fullest = Share(*at_largest([each.weights for each in ranks], *zip(*ranks, strict=True)))
+    layer, layer_experts = at_largest([layer for layer, _ in kinds], *zip(*kinds, strict=True))
+    layers = reduce(larger, (stage.layers for stage in stages))
+    return Shares(layout, stack, ranks, fullest, layer, layer_experts, larger(embedding, head), layers)

@@ -20,15 +20,14 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
-import numpy as np
-
-from mpkit.common.arrays import Numbers, larger, rows_at, smaller, take, where
+from mpkit.common.arrays import Numbers, larger, smaller, take, where
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout, Shares, Stages, shares_of, stages_of
+from mpkit.prediction.cost_model.layout import Layout, Share, Shares, Stage, shares_of, stages_of
 from mpkit.prediction.cost_model.stack import Stack, workspaces
 
 __all__ = [
@@ -36,9 +35,10 @@ __all__ = [
     "FRAGMENTATION",
     "MARGIN_WORD",
     "MEANING",
-    "LayoutMemory",
     "MemoryModel",
+    "RankMemory",
     "kept_bytes",
+    "most_at_peak",
 ]
 
 MEANING = {
@@ -85,15 +85,15 @@ def kept_bytes(how: str, everything: Numbers, border: Numbers, scores: Numbers) 
 
 
 @dataclass(frozen=True)
-class LayoutMemory:
-    """The bytes of a layout's ranks, or of those of many layouts, for any recomputation and offload.
+class RankMemory:
+    """The bytes of a rank, of one layout or of each of many, for any recomputation and offload.
 
     Attributes:
         held: by category what is always there.
         converted: what gradients take more for the update.
         everything, border, scores: what all layers keep of the micro-batches in flight: what their backwards need, of
             that only the layers' inputs, and only attention's scores.
-        working: the working set of a layer, of whose forward nothing is computed again, or something.
+        within, largest: the working set of a layer, of whose forward nothing is computed again, or something.
         head: what the last norm reads, and the head.
         logits: of the last stage.
     """
@@ -103,20 +103,19 @@ class LayoutMemory:
     everything: Numbers
     border: Numbers
     scores: Numbers
-    working: tuple[Numbers, Numbers]
+    within: Numbers
+    largest: Numbers
     head: Numbers
     logits: Numbers
 
-    def take(self, rows: Numbers) -> LayoutMemory:
-        """Return those of some of the layouts."""
-        held = {name: take(value, rows) for name, value in self.held.items()}
-        working = take(self.working[0], rows), take(self.working[1], rows)
-        names = "converted", "everything", "border", "scores", "head", "logits"
-        return LayoutMemory(
-            held, working=working, **{name: take(getattr(self, name), rows) for name in names}
+    def take(self, rows: Numbers) -> RankMemory:
+        """Return that of some of the layouts."""
+        held, *others = vars(self).values()
+        return RankMemory(
+            {name: take(value, rows) for name, value in held.items()}, *(take(each, rows) for each in others)
         )
 
-    def with_offload(self, offload: str) -> LayoutMemory:
+    def with_offload(self, offload: str) -> RankMemory:
         """Return what decides the peak where this is on the host, in as few arrays as that takes."""
         held = sum(value for name, value in self.held.items() if name not in ON_HOST[offload])
         return replace(self, held={"held": held}, head=self.head + self.logits, logits=0.0)
@@ -124,30 +123,26 @@ class LayoutMemory:
     def _moments(self, recompute: str) -> list[dict[str, Numbers]]:
         """Return what is there at the loss, in a backward and at the update, beside what is always there."""
         kept = kept_bytes(recompute, self.everything, self.border, self.scores)
+        working = self.within if recompute == "none" else self.largest
         loss = {"activations": kept + self.head, "logits": self.logits}
-        backward = {
-            "activations": kept + self.working[recompute != "none"] - self.logits,
-            "logits": self.logits,
-        }
+        backward = {"activations": kept + working - self.logits, "logits": self.logits}
         return [loss, backward, {"grads": self.converted}]
 
     def peak(self, recompute: str) -> Numbers:
-        """Return the bytes at the peak of the rank with most, with what fragmentation takes; nothing is on the host."""
-        loss, backward, update = (sum(moment.values()) for moment in self._moments(recompute))
-        held = sum(self.held.values())
-        return (held + larger(larger(loss, backward), update)).max(axis=0) * (1 + FRAGMENTATION)
+        """Return the bytes at the peak, with what fragmentation takes; nothing is on the host."""
+        most = reduce(larger, (sum(moment.values()) for moment in self._moments(recompute)))
+        return (sum(self.held.values()) + most) * (1 + FRAGMENTATION)
 
-    def stages(self, recompute: str, offload: str) -> list[dict[str, float]]:
-        """Return of one layout the bytes by category at the peak of each stage's ranks."""
-        moments, n = self._moments(recompute), len(self.everything)
-        totals = [np.broadcast_to(sum(moment.values()), n) for moment in moments]
-        moment = np.argmax(totals, axis=0)
-        held = dict(self.held) | dict.fromkeys(ON_HOST[offload], 0.0)
-        columns = {}
-        for name in CATEGORIES:
-            more = np.array([np.broadcast_to(each.get(name, 0.0), n) for each in moments])
-            columns[name] = (held.get(name, 0.0) + rows_at(more, moment)).tolist()
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    def by_category(self, recompute: str, offload: str) -> dict[str, float]:
+        """Return of one layout the bytes at the peak by category."""
+        more = max(self._moments(recompute), key=lambda moment: sum(moment.values()))
+        held = {name: value for name, value in self.held.items() if name not in ON_HOST[offload]}
+        return {name: held.get(name, 0.0) + more.get(name, 0.0) for name in CATEGORIES}
+
+
+def most_at_peak(ranks: Sequence[RankMemory], recompute: str) -> Numbers:
+    """Return the bytes at the peak of the rank with most, with what fragmentation takes; nothing is on the host."""
+    return reduce(larger, (rank.peak(recompute) for rank in ranks))
 
 
 @dataclass(frozen=True)
@@ -168,63 +163,61 @@ class MemoryModel:
 
     def stages(self, layout: Layout) -> list[dict[str, float]]:
         """Return the bytes by category at the peak of a rank of each stage of one layout."""
-        return self.of(layout).stages(layout.recompute, layout.offload)
+        return [rank.by_category(layout.recompute, layout.offload) for rank in self.ranks(layout)]
 
-    def of(self, layout: Layout) -> LayoutMemory:
-        """Return the memory of one layout's ranks, or of those of many, whatever they recompute and offload."""
+    def ranks(self, layout: Layout) -> list[RankMemory]:
+        """Return the memory of a rank of each stage, of one layout or of many, whatever they recompute and offload."""
         model, stack = self.model, self.stack
         stages = stages_of(model, layout)
         shares = shares_of(model, layout, stack, stages)
         tokens = layout.microbatch * self.sequence / layout.cp
         border = stack.element * tokens * model.hidden / layout.sequence_parts
         kinds = [self.activations(first, layout) for first, _ in model.kinds()]
-        everything = sum(count * each for count, each in zip(stages.kinds, kinds, strict=True))
-        largest = kinds[0]
-        for each in kinds[1:]:
-            largest = larger(largest, each)
         of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
         deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
         logits = stack.logits * of_vocabulary + smaller(stack.deferred, layout.microbatches) * deferred
-        layers = stages.layers * stages.live
-        return LayoutMemory(
-            self._held(layout, stages, shares),
-            stack.converted * shares.updated,
-            stages.live * everything,
-            layers * border,
-            layers * self._scores(layout),
-            (self._gradients_within(tokens, layout), largest),
-            stages.last * (2 * border),
-            stages.last * logits,
-        )
+        working = self._gradients_within(tokens, layout), reduce(larger, kinds)
+        scores = self._scores(layout)
+        return [
+            RankMemory(
+                self._held(layout, stage, share, shares),
+                stack.converted * share.updated,
+                stage.live * sum(count * each for count, each in zip(stage.kinds, kinds, strict=True)),
+                stage.layers * stage.live * border,
+                stage.layers * stage.live * scores,
+                *working,
+                stage.last * (2 * border),
+                stage.last * logits,
+            )
+            for stage, share in zip(stages, shares.ranks, strict=True)
+        ]
 
-    def _held(self, layout: Layout, stages: Stages, shares: Shares) -> dict[str, Numbers]:
+    def _held(self, layout: Layout, stage: Stage, share: Share, shares: Shares) -> dict[str, Numbers]:
         """Return the bytes by category that do not grow with the micro-batch."""
         stack, zero = self.stack, layout.zero
-        whole, updated = shares.weights, shares.updated
-        ahead = 1 + smaller(layout.prefetch, stages.layers - 1)
+        ahead = 1 + smaller(layout.prefetch, stage.layers - 1)
         gathered = (ahead * stack.element + stack.reduced) * shares.layer
         libraries = workspaces(stack, self.device, grouped=bool(self.model.experts)) if self.device else 0.0
         on_gpu = self.device is None or not self.device.name.startswith("CPU")
         return {
-            "params": stack.element * where(zero == 3, shares.sharded, whole),
-            "grads": stack.gradient * where(zero >= 2, updated, whole * layout.trainable),
-            "optimizer": stack.states * updated,
+            "params": stack.element * where(zero == 3, share.sharded, share.weights),
+            "grads": stack.gradient * where(zero >= 2, share.updated, share.weights * layout.trainable),
+            "optimizer": stack.states * share.updated,
             "gathered": where((zero == 3) & (layout.shards > 1), gathered, 0.0),
-            "buffers": self._buffers(layout, stages, shares) + libraries,
+            "buffers": self._buffers(layout, stage, share, shares.fullest.weights) + libraries,
             "context": (CONTEXT + where(layout.ranks > 1, NCCL, 0.0)) * on_gpu,
         }
 
-    def _buffers(self, layout: Layout, stages: Stages, shares: Shares) -> Numbers:
-        """Return the bytes of buffers that the framework keeps."""
+    def _buffers(self, layout: Layout, stage: Stage, share: Share, most: Numbers) -> Numbers:
+        """Return the bytes of buffers that the framework keeps, where the rank with most has so many parameters."""
         stack, model, several = self.stack, self.model, layout.replicas > 1
-        most = shares.fullest(shares.weights)
         found: Numbers = 0.0
         if stack.placeholders:
             shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
-            head = stages.last * (model.vocabulary * model.hidden)
+            head = stage.last * (model.vocabulary * model.hidden)
             found = stack.element * (sum(shapes.values()) + head) / layout.tp
         elif stack.copies:
-            found = where(several, stack.copies, 0.0) * shares.weights
+            found = where(several, stack.copies, 0.0) * share.weights
         elif not stack.bucket_by_replicas:
             bucket = smaller(stack.bucket, stack.reduced * most)
             found = where(several & (layout.zero < 3), bucket, 0.0)

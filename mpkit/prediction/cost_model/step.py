@@ -16,13 +16,14 @@ stragglers   all wait for the slowest node
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from mpkit.common.arrays import Numbers, larger, log2, rows_at, smaller, where
+from mpkit.common.arrays import Numbers, at_largest, larger, log2, smaller, where
 from mpkit.plan.schedule.catalogue import (
     INTERLEAVED_1F1B,
     LONG,
@@ -34,7 +35,7 @@ from mpkit.plan.schedule.catalogue import (
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import BESIDE
 from mpkit.prediction.cost_model.layer import LayerModel, LayerTime, overlapped_time
-from mpkit.prediction.cost_model.layout import Layout, Shares, Stages, shares_of, stages_of
+from mpkit.prediction.cost_model.layout import Layout, Shares, Stage, shares_of, stages_of
 from mpkit.trace import Kind
 
 __all__ = ["StepModel", "StepTime"]
@@ -125,7 +126,7 @@ class StepTime:
 
 
 class RankTimes(NamedTuple):
-    """Seconds per micro-batch of the ranks of a pipeline.
+    """Seconds per micro-batch of the layers of a pipeline, and of the rank that paces it.
 
     Attributes:
         kind: a layer, by cause.
@@ -134,8 +135,8 @@ class RankTimes(NamedTuple):
         layer: a layer's forward and its backward, with all that.
         ends: beside their layers, the first stage's forward, and the last one's forward and backward.
         head: the head and the loss.
-        forward, backward: by rank.
-        slowest: the rank that paces the pipeline.
+        slowest: the rank that paces the pipeline, as its number, its layers, and whether it has the last stage.
+        forward, backward: of that rank.
     """
 
     kind: LayerTime
@@ -144,9 +145,9 @@ class RankTimes(NamedTuple):
     layer: tuple[Numbers, Numbers]
     ends: tuple[Numbers, Numbers, Numbers]
     head: Numbers
+    slowest: tuple[Numbers, Numbers, Numbers]
     forward: Numbers
     backward: Numbers
-    slowest: Numbers
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,11 @@ class StepModel(LayerModel):
         ranks = self._ranks(layout, stages, shares)
         stage_to_rank = layout.stage_to_rank
         held = Counter(stage_to_rank)
-        layers = [int(stages.layers[rank]) / held[rank] for rank in stage_to_rank]
-        f, b = ([n * float(each) for n in layers] for each in ranks.layer)
-        f[0] += float(ranks.ends[0])
-        f[-1] += float(ranks.ends[1])
-        b[-1] += float(ranks.ends[2])
+        layers = [stages[rank].layers / held[rank] for rank in stage_to_rank]
+        f, b = ([n * each for n in layers] for each in ranks.layer)
+        f[0] += ranks.ends[0]
+        f[-1] += ranks.ends[1]
+        b[-1] += ranks.ends[2]
         beside = f
         exchanged = ranks.kind.forward["experts"]  # of a layer
         if exchanged and stack.overlaps_pairs:
@@ -188,12 +189,14 @@ class StepModel(LayerModel):
             beside = [one - self._hidden_in_pair(one, two, n * exchanged) for one, two, n in both]
         shape = layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages
         free = PipelineTimes(*shape, tuple(f), tuple(b), tuple(beside))
-        played = free.with_messages(float(self._hop(layout)), blocking=stack.blocks(layout.virtual_stages))
+        played = free.with_messages(self._hop(layout), blocking=stack.blocks(layout.virtual_stages))
         after = self._after(_play(played, longest), ranks, layout, shares)
-        steady = self._causes(ranks, stages, layout.microbatches)
+        steady = self._causes(ranks, layout.microbatches)
         if beside != f:
             hidden = zip(stage_to_rank, pairs_by_stage(*shape), f, beside, strict=True)
-            steady["experts"] -= sum(n * (one - less) for at, n, one, less in hidden if at == ranks.slowest)
+            steady["experts"] -= sum(
+                n * (one - less) for at, n, one, less in hidden if at == ranks.slowest[0]
+            )
         return StepTime(free, played, longest, after, steady)
 
     def seconds(self, layout: Layout) -> Numbers:
@@ -202,11 +205,11 @@ class StepModel(LayerModel):
         shares = shares_of(self.model, layout, self.stack, stages)
         ranks = self._ranks(layout, stages, shares)
         idle, hops, pairs = self._ask_schedules(layout)
-        f, b = (rows_at(each, ranks.slowest) for each in (ranks.forward, ranks.backward))
+        f, b = ranks.forward, ranks.backward
         whole = self.model.layers * (ranks.layer[0] + ranks.layer[1]) + sum(ranks.ends)
         pipeline = layout.microbatches * (f + b) + (whole - f - b) * idle + hops * self._hop(layout)
         if self.stack.overlaps_pairs:
-            exchanged = rows_at(stages.layers, ranks.slowest) * ranks.kind.forward["experts"]
+            exchanged = ranks.slowest[1] * ranks.kind.forward["experts"]
             pipeline = pipeline - pairs * self._hidden_in_pair(f, b, exchanged)
         return pipeline + sum(self._after(pipeline, ranks, layout, shares).values())
 
@@ -230,7 +233,7 @@ class StepModel(LayerModel):
 
     # ---- ranks
 
-    def _ranks(self, layout: Layout, stages: Stages, shares: Shares) -> RankTimes:
+    def _ranks(self, layout: Layout, stages: Sequence[Stage], shares: Shares) -> RankTimes:
         kind = self.layer(layout)
         again = kind.again(layout.recompute)
         forward, backward = sum(kind.forward.values()), sum(kind.backward.values()) + again
@@ -241,23 +244,23 @@ class StepModel(LayerModel):
             self.move(12 * layout.microbatch * self.sequence / layout.cp * self.model.hidden),
         )
         ends = embedding + waits[2], head / 3, head * 2 / 3 + where(layout.pp > 1, waits[2], 0.0)
-        f = stages.layers * forward + stages.first * ends[0] + stages.last * ends[1]
-        b = stages.layers * backward + stages.last * ends[2]
-        slowest = (f + b).argmax(axis=0)
-        return RankTimes(kind, again, waits, (forward, backward), ends, head, f, b, slowest)
+        ranks = []
+        for rank, stage in enumerate(stages):
+            f = stage.layers * forward + stage.first * ends[0] + stage.last * ends[1]
+            ranks.append((rank, stage.layers, stage.last, f, stage.layers * backward + stage.last * ends[2]))
+        *slowest, f, b = at_largest([f + b for *_, f, b in ranks], *zip(*ranks, strict=True))
+        return RankTimes(kind, again, waits, (forward, backward), ends, head, tuple(slowest), f, b)
 
-    def _causes(self, ranks: RankTimes, stages: Stages, microbatches: int) -> dict[str, float]:
+    def _causes(self, ranks: RankTimes, microbatches: int) -> dict[str, float]:
         """Return the seconds by cause of the work of the rank with most."""
-        rank, kind = ranks.slowest, ranks.kind
+        (_, layers, last), kind = ranks.slowest, ranks.kind
         layer = {cause: kind.forward[cause] + kind.backward[cause] for cause in kind.forward}
         layer |= {"recomputation": ranks.again, "ZeRO-3 gathers": ranks.waits[0] + ranks.waits[1]}
-        found = {
-            cause: microbatches * int(stages.layers[rank]) * float(took) for cause, took in layer.items()
-        }
-        found["ZeRO-3 gathers"] += microbatches * float(ranks.waits[2])
-        if stages.last[rank]:
-            found["head and loss"] = microbatches * float(ranks.head)
-        took = float(ranks.forward[rank] + ranks.backward[rank])
+        found = {cause: microbatches * layers * took for cause, took in layer.items()}
+        found["ZeRO-3 gathers"] += microbatches * ranks.waits[2]
+        if last:
+            found["head and loss"] = microbatches * ranks.head
+        took = ranks.forward + ranks.backward
         return found | {"embedding": microbatches * took - sum(found.values())}
 
     def _hidden_in_pair(self, forward: Numbers, backward: Numbers, exchanged: Numbers) -> Numbers:
@@ -329,7 +332,8 @@ class StepModel(LayerModel):
         Each layer is gathered in the forward and again in the backward, where its gradients are reduced too (FSDP; Zhao
         et al. 2023, section 4). The first gather of a micro-batch has nothing to hide behind.
         """
-        if not np.any(layout.zero == 3):
+        zero: Numbers = layout.zero
+        if isinstance(zero, int) and zero < 3:
             return 0.0, 0.0, 0.0
         stack, layer = self.stack, (shares.layer - shares.layer_experts, shares.layer_experts)
         gather = self._of_replicas(Kind.ALL_GATHER, layer, stack.element, layout)
@@ -345,7 +349,7 @@ class StepModel(LayerModel):
                 overlapped_time(backward, beside) - backward + where(ahead, 0.0, gather),
                 gather + edge,
             )
-        waited, waited_backward, alone = (where(layout.zero == 3, each, 0.0) for each in waits)
+        waited, waited_backward, alone = (where(zero == 3, each, 0.0) for each in waits)
         return waited, waited_backward, alone
 
     def _reductions(self, layout: Layout, shares: Shares) -> tuple[Numbers, Numbers, Numbers]:
@@ -356,8 +360,8 @@ class StepModel(LayerModel):
         update, so that under ZeRO it is their shards.
         """
         stack, zero = self.stack, layout.zero
-        own = shares.fullest(shares.experts) * layout.trainable
-        rest = shares.fullest(shares.weights) * layout.trainable - own
+        own = shares.fullest.experts * layout.trainable
+        rest = shares.fullest.weights * layout.trainable - own
         alike = layout.alike & layout.sequence_parallel & (layout.tp > 1)
         shard = own / where(zero > 0, layout.expert_shards, 1)
         summed = self.collective(Kind.ALL_REDUCE, where(alike, stack.reduced * shard, 0.0), layout, "tp")
@@ -387,22 +391,19 @@ class StepModel(LayerModel):
         exposed = reduce + gather
         if stack.overlap:
             beside = _micro_batches_beside(layout)
-            forward = beside * rows_at(ranks.forward, ranks.slowest)
-            backward = larger(beside, where(zero == 2, m, 0)) * rows_at(ranks.backward, ranks.slowest)
+            forward = beside * ranks.forward
+            backward = larger(beside, where(zero == 2, m, 0)) * ranks.backward
             late = where(zero >= stack.gathers_ahead, overlapped_time(forward, gather) - forward, gather)
             hidden = overlapped_time(backward, reduce) - backward + late
             exposed = where((layout.pp == 1) | stack.staged_overlap, hidden, exposed)
-        updated = shares.fullest(shares.updated)
+        updated = shares.fullest.updated
         # Of states on the host, the way there and back and its Adam; ranks share the node's processors.
         adam = smaller(layout.ranks, machine.per_node) * updated / HOST_ADAM
         on_host = 2 * stack.element * updated / machine.device.host + adam
         optimizer = where(layout.offload == "none", self.move(ADAM * updated), on_host)
         doublings = log2(larger(1.0, layout.ranks / machine.per_node))
         late = (pipeline + exposed + summed + optimizer) * self.constants.straggle * doublings
-        after = {"replicas": exposed + summed, "optimizer": optimizer, "stragglers": late}
-        return {
-            name: value if isinstance(value, np.ndarray) else float(value) for name, value in after.items()
-        }
+        return {"replicas": exposed + summed, "optimizer": optimizer, "stragglers": late}
 
 
 def _micro_batches_beside(layout: Layout) -> Numbers:
