@@ -44,6 +44,7 @@ from mpkit.prediction.experiments.factors import (
     with_starts,
 )
 from mpkit.strategies.data.microbatch import batch_size
+from mpkit.timeline import metrics
 from mpkit.timeline.answer import PROFILED
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane, Trace
@@ -65,6 +66,9 @@ a machine whose speed drifts slows all of them alike."""
 
 SMALL, LARGE, REPEATS = 1 << 12, 1 << 22, 10
 """Payloads in bytes, of which one costs the call and the other mostly the copy; and the calls of each."""
+
+MEASURED_AS = LIKE | dict.fromkeys(HALVES, Kind.BACKWARD)
+"""The kind of action that is measured for another one."""
 
 BySize = Mapping[Kind, Mapping[int, float]]
 """Seconds of the whole model's action, by kind and by samples of the micro-batch."""
@@ -109,7 +113,7 @@ class Profile:
         shares = _share_beside(Timeline.of(trace), kinds)
 
         def slow_down(rank: int, kind: Kind, ops: Array) -> float:
-            return 1 + (self.beside.get(_measured_as(kind), 1.0) - 1) * shares.get((rank, kind), 0.0)
+            return 1 + (self.beside.get(MEASURED_AS.get(kind, kind), 1.0) - 1) * shares.get((rank, kind), 0.0)
 
         return replace(Timeline.of(scale_trace(trace, slow_down, kinds)), basis=PROFILED)
 
@@ -118,7 +122,10 @@ class Profile:
 
         Between the sizes that were measured the factor is on the line between theirs.
         """
-        measured, counted = self.measured[_measured_as(kind)], self.counted[_measured_as(kind)]
+        measured, counted = (
+            self.measured[MEASURED_AS.get(kind, kind)],
+            self.counted[MEASURED_AS.get(kind, kind)],
+        )
         sizes = sorted(measured)
         whole = float(np.interp(samples, sizes, [measured[size] / counted[size] for size in sizes]))
         return SPLIT * whole if kind in HALVES else whole
@@ -203,11 +210,6 @@ def profile(
     return Profile(measured, counted, samples, beside, issue, play)
 
 
-def _measured_as(kind: Kind) -> Kind:
-    """Return the kind of action that was measured for another one."""
-    return Kind.BACKWARD if kind in HALVES else LIKE.get(kind, kind)
-
-
 # ---- the whole model's actions
 
 
@@ -239,8 +241,11 @@ def _cpu_of_calls(ctx: Any) -> dict[tuple[Kind, int], float]:
     found = {}
     for nbytes in (SMALL, LARGE):
         for kind, call in _calls(ctx.comm, torch.zeros(nbytes // 4)).items():
-            took = [_cpu_of(call) for _ in range(REPEATS)]
-            found[kind, nbytes] = median(took[2:])  # the first ones connect the ranks
+            moments = [time.thread_time()]
+            for _ in range(REPEATS):
+                call()
+                moments.append(time.thread_time())
+            found[kind, nbytes] = median(np.diff(moments)[2:].tolist())  # the first ones connect the ranks
     return found
 
 
@@ -253,12 +258,6 @@ def _calls(comm: Communicator, whole: Tensor) -> dict[Kind, Callable[[], Any]]:
         Kind.REDUCE_SCATTER: lambda: comm.reduce_scatter(whole),
         Kind.SEND: lambda: comm.recv(whole, 0) if comm.rank else comm.send(whole, 1),
     }
-
-
-def _cpu_of(call: Callable[[], Any]) -> float:
-    begin = time.thread_time()
-    call()
-    return time.thread_time() - begin
 
 
 def _per_byte(small: float, large: float) -> tuple[float, float]:
@@ -296,19 +295,9 @@ def _share_beside(timeline: Timeline, kinds: Collection[Kind]) -> dict[tuple[int
     compute = spans[np.isin(spans["kind"], list(map(int, kinds)))]
     shares: dict[tuple[int, int], float] = {}
     for rank in range(timeline.world_size):
-        own, others = compute[compute["rank"] == rank], compute[compute["rank"] != rank]
-        # The seconds until each moment in which any of the others computes; in between it grows by 1 or 0 per second.
-        moments = np.unique(np.concatenate([others["start"], others["end"]]))
-        if not len(moments):
-            continue
-        started, ended = (
-            np.searchsorted(np.sort(others[at]), moments[:-1], side="right") for at in ("start", "end")
-        )
-        until = np.concatenate([[0.0], np.cumsum(np.diff(moments) * (started > ended))])
-        common = np.interp(own["end"], moments, until) - np.interp(own["start"], moments, until)
+        own = compute[compute["rank"] == rank]
+        others = metrics.covered_times(compute[compute["rank"] != rank])
         for kind in set(own["kind"].tolist()):
-            mine = own["kind"] == kind
-            shares[rank, kind] = float(
-                common[mine].sum() / max((own["end"] - own["start"])[mine].sum(), 1e-12)
-            )
+            mine = metrics.covered_times(own[own["kind"] == kind])
+            shares[rank, kind] = metrics.common(mine, others) / max(metrics.length(mine), 1e-12)
     return shares
