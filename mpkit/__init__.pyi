@@ -43,6 +43,6 @@ from mpkit.timeline.foreign.open_trace import open as open
 from mpkit.timeline.simulation import simulate as simulate
 from mpkit.timeline.timeline import Timeline as Timeline
 from mpkit.trace import Trace as Trace
-from mpkit.views.explorer.explorer import explore as explore
+from mpkit.views.page.explore import explore as explore
 
 __version__: str

@@ -1,4 +1,4 @@
-"""Optimizers and losses that ranks are given: a rank imports the module that they are from, and this one is light."""
+"""Optimizers, losses and data that ranks are given; a rank imports the module that they are from: this one is light."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["adamw", "logits_loss", "sgd"]
+__all__ = ["adamw", "logits_loss", "normal", "sgd"]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -28,3 +28,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def logits_loss(outputs: Any, targets: Tensor) -> Tensor:
     """Of transformers' models."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+
+def normal(*shape: int) -> Tensor:
+    """Of 64 bits, in which parallel training is compared to twelve digits."""
+    return torch.randn(*shape, dtype=torch.float64)

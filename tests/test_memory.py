@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,13 +11,10 @@ import mpkit as mk
 from mpkit.launch.failure import out_of_memory_text
 from mpkit.prediction.experiments.memory_by_strategy import formula, states_of
 from mpkit.trace import CATEGORIES, Trace
+from tests.recipes import adamw
 from tests.serial import Clusters
 
 # ---- The memory of a model by strategy, beside the formulas.
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3)
 
 
 @pytest.mark.parametrize(

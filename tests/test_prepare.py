@@ -24,13 +24,10 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.prepare import checks
 from mpkit.strategies.prepare.checks import CHECKS
 from mpkit.strategies.prepare.prepare import TrainJob, prepare
+from tests.recipes import adamw
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 DATA = [(torch.zeros(8, 4), torch.zeros(8, 2))]
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params)
 
 
 def prepared(**changes: Any) -> TrainJob:
@@ -244,21 +241,6 @@ def test_stages_balance_flops_and_may_be_told() -> None:
         p.numel() for p in model.parameters()
     )
     assert job.what.names == list(model.state_dict())
-
-
-def test_flops_are_those_of_the_layers() -> None:
-    (numbers,) = prepared().where.numbers.values()
-    first, relu, middle, _, last, loss = (layer.flops for layer in numbers)
-    b = 2  # samples per micro-batch
-    assert (first.forward, first.backward) == (2 * b * 4 * 8, 2 * b * 4 * 8)  # the data wants no gradient
-    assert (middle.forward, middle.backward) == (2 * b * 8 * 8, 2 * 2 * b * 8 * 8)
-    assert (last.forward, last.backward) == (2 * b * 8 * 2, 2 * 2 * b * 8 * 2)
-    assert relu.forward == loss.forward == 0
-    assert relu.forward_bytes == 2 * b * 8 * 4
-    job = prepared()
-    (key,) = job.where.numbers
-    both = job.where.flops(key, 0).forward + job.where.flops(key, 1).forward
-    assert both == 2 * b * (4 * 8 + 8 * 8 + 8 * 2)
 
 
 def test_a_job_is_never_changed() -> None:

@@ -19,12 +19,9 @@ from mpkit.launch.launch import Launch
 from mpkit.launch.session.run import Run
 from mpkit.models import MLP
 from tests.limits import PROGRAM
+from tests.recipes import sgd
 
 mse = torch.nn.functional.mse_loss
-
-
-def sgd(params: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05)  # type: ignore[arg-type]
 
 
 def toy(seed: int = 0) -> tuple[MLP, list[tuple[Tensor, Tensor]]]:

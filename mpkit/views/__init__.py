@@ -9,7 +9,7 @@ May import  all rooms but `course`.
     timeline/text.py        ... in a terminal
     timeline/svg.py         ... as a file without a kernel
     timeline/widget.py      ... as a live widget, with the browser's half of it (browser/)
-    page/html.py            ... as one page, with the same JavaScript; trial.py: its schedules to try, with sliders
+    page/html.py            ... as one page, with the same JavaScript; trial.py, explore.py: schedules to try
     timeline/perfetto.py    ... as a trace for ui.perfetto.dev
     theme.py                fonts, margins and grounds of every figure, page and widget: light, dark, on paper
     drawing/lanes.py        what ranks are called, and how they are grouped by their places in the mesh

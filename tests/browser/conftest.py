@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests import limits
-from tests.browser.lab import ENDED, EXPLORE, RANKS, serve_lab
+from tests.browser.lab import ENDED, RANKS, serve_lab
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -80,7 +80,7 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (home / "notebooks" / cells).mkdir()
         shutil.copy(NOTEBOOKS / "01-pipeline-bubbles.ipynb", home / "notebooks" / cells)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    for name, cells in {"ended": ENDED, "explore": (EXPLORE,), "ranks": RANKS}.items():
+    for name, cells in {"ended": ENDED, "ranks": RANKS}.items():
         book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)], metadata=kernel)
         nbformat.write(book, home / "notebooks" / f"{name}.ipynb")
     with serve_lab(home) as address:

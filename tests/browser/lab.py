@@ -16,9 +16,6 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests import limits
 
-EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches=8)"
-"""The code of `explore.ipynb`, which is there besides the kit's notebooks."""
-
 RANKS = (
     "%load_ext mpkit",
     "%%ranks 4\nx = torch.ones(2) * rank\ncomm.all_reduce(x)\nprint('rank', rank, 'of', world_size)\n"
@@ -29,7 +26,7 @@ RANKS = (
     "ranks.timeline()",
     "%%ranks\nworld_size",
 )
-"""The code of `ranks.ipynb`, likewise."""
+"""The code of `ranks.ipynb`, which is there besides the kit's notebooks."""
 
 ENDED = (
     """import time

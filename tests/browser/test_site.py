@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from playwright.sync_api import Page, expect
 import mpkit as mk
 from mpkit.common.display import draw
 from mpkit.plan.schedule import NAMES
+from mpkit.views.browser import css
 from mpkit.views.page.html import html
-from mpkit.views.page.trial import plan_of
+from mpkit.views.page.trial import simulated
 from scripts.site import GALLERY, write
 from tests.pages.test_pages import stand_in
 
@@ -77,11 +79,6 @@ def set_slider(page: Page, name: str, value: float) -> None:
     page.locator(f"#try-{name}").fill(str(value))
 
 
-def simulated(name: str, p: int, m: int, *times: float, hop: float = 0.0) -> mk.Timeline:
-    plan = plan_of(name, p, m)
-    return mk.simulate(plan, *(seconds / plan.virtual_stages for seconds in times), hop=hop)
-
-
 def test_every_schedule_on_the_page_is_the_simulated_one(new_page: NewPage, tmp_path: Path) -> None:
     """All names, at the corners of the sliders and between: the script alone, fast, to twelve digits."""
     page = new_page()
@@ -101,7 +98,9 @@ def test_every_schedule_on_the_page_is_the_simulated_one(new_page: NewPage, tmp_
     })"""
     shown = page.evaluate(set_all, cases)
     for (name, p, m, f, i, w, hop), (bubble, length) in zip(cases, shown, strict=True):
-        truth = simulated(name, p, m, f, i, w, hop=hop)
+        truth = simulated(
+            name, {"ranks": p, "microbatches": m, "forward": f, "input_grad": i, "weight_grad": w, "hop": hop}
+        )
         assert bubble == pytest.approx(truth.bubble, abs=1e-12), (name, p, m, f, i, w, hop)
         assert length == pytest.approx(truth.step_time, rel=1e-12), (name, p, m, f, i, w, hop)
 
@@ -117,24 +116,65 @@ def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
     expect(bubble).to_have_text(f"{100 * 3 / 19:.1f} %")
     set_slider(page, "backward", 3)
     set_slider(page, "hop", 0.25)
-    truth = simulated("1f1b", 4, 16, 1, 1.5, 1.5, hop=0.25)
+    at = {"microbatches": 16, "input_grad": 1.5, "weight_grad": 1.5, "hop": 0.25}
+    truth = simulated("1f1b", at)
     expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
     page.get_by_label("schedule", exact=True).select_option("ZB-H1")
-    truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.5, hop=0.25)
+    truth = simulated("zb_h1", at)
     expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
     expect(page.locator("#try .words")).to_contain_text("Backwards are split")
     expect(page.locator("#try-backward")).to_be_hidden()
     slider = page.get_by_role("slider", name="weight gradients W")
     slider.press("ArrowRight")
     expect(slider).to_have_attribute("aria-valuetext", "1.55 seconds")
-    truth = simulated("zb_h1", 4, 16, 1, 1.5, 1.55, hop=0.25)
+    truth = simulated("zb_h1", at | {"weight_grad": 1.55})
     expect(bubble).to_have_text(f"{100 * truth.bubble:.1f} %")
     set_slider(page, "ranks", 8)
     page.wait_for_function(f"{PANEL}.chart.labels.length === 8")
     rows = page.locator("#try table tbody tr")
     page.locator("#try").get_by_text("The figures as a table").click()
     expect(rows).to_have_count(8)
-    truth = simulated("zb_h1", 8, 16, 1, 1.5, 1.55, hop=0.25)
+    truth = simulated("zb_h1", at | {"weight_grad": 1.55, "ranks": 8})
     first = rows.first.locator("td").all_text_contents()
     assert first[0] == f"{100 * truth.idle[0] / truth.step_time:.1f} %"
     assert first[4] == str(truth.peak_memory[0]["total"])
+
+
+# ---- The same in a notebook, for two schedules: mk.explore.
+
+OPEN = """async (state) => {
+  const { default: explorer } = await import(URL.createObjectURL(new Blob([state.esm], { type: 'text/javascript' })));
+  await explorer().render({ model: { get: (name) => state[name] }, el: document.body });
+}"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (400, "dark")])
+def test_sliders_of_the_explorer_move_both_sides_on_one_axis(
+    new_page: NewPage, screenshot: Screenshot, width: int, scheme: str
+) -> None:
+    page, shown = (
+        new_page(color_scheme=scheme, viewport={"width": width, "height": 900}),
+        mk.explore("gpipe", "zb_h1"),
+    )
+    head = "<html lang=en><title>-</title><meta name=color-scheme content='light dark'>"
+    page.set_content(f"<!doctype html>{head}<body style='background:Canvas'>")
+    page.add_style_tag(content=css())
+    page.evaluate(
+        OPEN, {"esm": shown._esm, **{name: getattr(shown, name) for name in ("sections", "data", "look")}}
+    )
+    states = "[...document.querySelectorAll('.mpkit-timeline')].map(({ panel }) => panel.state)"
+    assert [state["step_time"] for state in page.evaluate(states)] == [33.0, 27.0]
+    page.locator("#explore1-microbatches").fill("16")
+    expect(page.locator("#explore0-microbatches")).to_have_value("16")
+    found = page.evaluate(states)
+    assert [state["step_time"] for state in found] == [57.0, 51.0] and {state["room"] for state in found} == {
+        57.0
+    }
+    # A schedule of one's own begins with what was there, and says what is wrong with it.
+    page.locator("#explore0-schedule").select_option("own")
+    expect(page.locator("#explore0-own")).to_have_value(re.compile("^F0 F1 "))
+    page.locator("#explore0-own").fill("F0 B0\nB0 F0")
+    expect(page.locator(".mpkit-wrong").first).to_contain_text("wait for each other")
+    violations = Axe().run(page).response["violations"]
+    assert [each["id"] for each in violations if each["impact"] in ("serious", "critical")] == []
+    screenshot(page, f"explorer-{width}-{scheme}")

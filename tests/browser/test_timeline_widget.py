@@ -23,21 +23,10 @@ from mpkit.views.drawing.colours import INKS, Key
 from mpkit.views.page.html import html
 from mpkit.views.timeline.widget import TimelineView
 from tests.limits import wait_for
+from tests.views.conftest import repeated
 
 NewPage = Callable[..., Page]
 Screenshot = Callable[[Page, str], None]
-
-
-def repeated(timeline: mk.Timeline, steps: int) -> mk.Timeline:
-    """The same step again and again, one after the other."""
-    length = float(timeline.spans["end"].max())
-    parts = [timeline.spans.copy() for _ in range(steps)]
-    for step, part in enumerate(parts):
-        for column in ("start", "end", "issued"):
-            part[column] += step * length
-        part["step"], part["cause"] = step, -1
-    spans = np.concatenate(parts)
-    return replace(timeline, spans=spans[np.lexsort((spans["start"], spans["rank"]))])
 
 
 def open_html(page: Page, folder: Path, timelines: Any, **options: Any) -> None:
@@ -292,30 +281,10 @@ window.set_traits = (state) => Object.entries(state).forEach(([name, value]) => 
 class Live:
     """A TimelineView whose traits go to a page."""
 
-    TRAITS = tuple(
-        [
-            "title",
-            "labels",
-            "groups",
-            "bubble",
-            "step_time",
-            "of",
-            "clock",
-            "note",
-            "live",
-            "room",
-            "widest",
-            "said",
-            "waits",
-            "table",
-            "look",
-            "spans_head",
-            "tracks_head",
-            "has_path",
-            "path_shown",
-            "path_head",
-        ]
-    )
+    TRAITS = (
+        "title", "labels", "groups", "bubble", "step_time", "of", "clock", "note", "live", "room", "widest", "said",
+        "waits", "table", "look", "spans_head", "tracks_head", "has_path", "path_shown", "path_head",
+    )  # fmt: skip
     BYTES = ("spans", "tracks", "path_slack")
 
     def __init__(self, page: Page, **options: Any) -> None:

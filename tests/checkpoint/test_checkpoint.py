@@ -25,6 +25,7 @@ from mpkit.strategies.checkpoint.head import DamagedCheckpoint, seal
 from mpkit.strategies.checkpoint.parts import SavedParts, name_of, write_rank
 from mpkit.strategies.prepare.resume import find_checkpoint
 from mpkit.strategies.stage.shard import HeldPart, Shard, evenly
+from tests.recipes import adamw, sgd
 from tests.serial import Clusters
 
 
@@ -56,14 +57,6 @@ class Count(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def train(clusters: Clusters, model: nn.Module, data: Any, plan: mk.Plan, **how: Any) -> Run:
@@ -280,7 +273,7 @@ def test_what_does_not_fit_says_so(clusters: Clusters, saved: Path) -> None:
     refused(r"0.weight is \[7, 5\] float32 there and \[8, 5\] float32 here", model=net(width=8))
     refused("float32 there and .* float64 here", model=net(torch.float64), data=batches(torch.float64))
     refused("3.weight is only here", model=net(frozen=False))
-    refused("written with AdamW, and this training has SGD", optimizer=momentum)
+    refused("written with AdamW, and this training has SGD", optimizer=sgd)
     refused(
         "lacks the optimizer state max_exp_avg_sq",
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),

@@ -20,21 +20,10 @@ from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.replicas.batchnorm import over_whole_batch
 from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
+from tests.recipes import adamw, normal, sgd
 from tests.serial import Clusters, Train, check_equal
 
 # ---- DDP equals serial training, and sends what torch's own DDP sends.
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def plain_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # ---------------------------------------------------------------- parameters that nobody uses
@@ -92,16 +81,6 @@ def sent(run: Run, kind: str) -> list[list[int]]:
     return [frame[frame["step"] == step]["bytes"].tolist() for step in range(run.steps)]
 
 
-def test_buckets_are_those_of_torch(train: Train) -> None:
-    torch.manual_seed(5)
-    data = [(torch.randn(2, 512), torch.randn(2, 512))]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": plain_sgd, "steps": 3}
-    layer = 2**20 + 512 * 4
-    run = train(wide(), data, mk.Plan.ddp(2, bucket_mb=2.5), **how)
-    # A bucket is full with 2.5 MiB or more, the first with 1 MiB; in reverse order of the parameters.
-    assert sent(run, "all_reduce") == [[layer, 3 * layer]] * 3
-
-
 # ---------------------------------------------------------------- beside torch's own
 
 
@@ -127,7 +106,7 @@ def torchs_own(
 
 
 def ours(ctx: Any, model: nn.Module, data: Any, plan: mk.Plan) -> dict[str, Tensor]:
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": plain_sgd, "steps": 1, "ranks": plan.ranks}
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 1, "ranks": plan.ranks}
     training = Training(ctx, prepare(copy.deepcopy(model), [data], plan, **how))
     training.step(0)
     return {piece.name: piece.parameter.grad.clone() for piece in training.sync.pieces}
@@ -142,7 +121,7 @@ def test_gradients_and_calls_are_those_of_torchs_ddp(clusters: Clusters, train: 
     model = wide().double()
     data = normal(6, 512), normal(6, 512)
     plan = mk.Plan.ddp(3, bucket_mb=6)
-    run = train(model, [data], plan, loss=F.mse_loss, optimizer=plain_sgd, steps=3)
+    run = train(model, [data], plan, loss=F.mse_loss, optimizer=sgd, steps=3)
     for (theirs, calls), mine in clusters(3).run(both, model, data, plan):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
         # After its first iteration (one bucket of everything) torch's sends as many as ours.
@@ -151,10 +130,6 @@ def test_gradients_and_calls_are_those_of_torchs_ddp(clusters: Clusters, train: 
 
 
 # ---- DP, as torch.nn.DataParallel does it: five exchanges a batch, rank 0 busier and fuller, serial's numbers
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
 
 
 # ---------------------------------------------------------------- what it is known for
@@ -356,10 +331,6 @@ def test_forward_backward_and_running_statistics(clusters: Clusters, kind: str) 
 # ---------------------------------------------------------------- in training
 
 
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
 @pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
 def test_local_statistics_are_rank_0s(clusters: Clusters, make: Any) -> None:
     torch.manual_seed(3)
@@ -367,7 +338,7 @@ def test_local_statistics_are_rank_0s(clusters: Clusters, make: Any) -> None:
     x = torch.randn(8, 3, dtype=torch.float64)
     data = [(x, torch.randn(8, 2).double())]
     plan = make(2, batchnorm="local")
-    run = clusters(2).train(model, data, plan, loss=F.mse_loss, optimizer=momentum, steps=3).wait()
+    run = clusters(2).train(model, data, plan, loss=F.mse_loss, optimizer=sgd, steps=3).wait()
     norm = copy.deepcopy(model[0])
     for _ in range(3):
         norm(x[::2])  # rank 0's samples

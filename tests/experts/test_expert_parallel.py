@@ -21,7 +21,7 @@ from mpkit.strategies.experts.divide import find_experts
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.reference.experts.balance import auxiliary_loss
 from mpkit.trace import Trace
-from tests.recipes import adamw
+from tests.recipes import adamw, sgd
 from tests.serial import Train, check_equal, same, serial
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 
@@ -186,10 +186,6 @@ def test_a_mixture_runs_under_autocast() -> None:
 
 ZOO = {one.name: one for one in ARCHITECTURES}
 soak = partial(pytest.param, marks=pytest.mark.soak)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,7 @@ def check_ratios(timeline: mk.Timeline, axes: set[str], unknown: set[tuple[str, 
 
 
 PLANS: list[dict[str, Any]] = [
-    {"tp": 2, "recompute": "full", "sequence_parallel": True},
-    {"cp": 2, "recompute": "full"},
-    {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
     {"cp": 3, "cp_method": "ulysses", "microbatches": 3, "recompute": "full"},
-    {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
     {"dp": 4, "tp": 2, "zero": 3, "dp_shard": 2, "microbatches": 2},
     {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
     {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b", "zero": 1, "sequence_parallel": True, "microbatches": 4},
@@ -131,14 +127,13 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
 # ---- other models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [{"tp": 2}, {"dp": 2, "zero": 2}], ids=words)
-def test_a_model_of_transformers_sends_it_too(train: Train, how: dict[str, Any]) -> None:
+def test_a_model_of_transformers_sends_it_too(train: Train) -> None:
     """With tied weights, whose stages send gradients and weights, and whose gradients replicas reduce once a step."""
     torch.manual_seed(3)
-    plan = mk.Plan(pp=2, schedule="1f1b", microbatches=2, **how)
+    plan = mk.Plan(pp=2, schedule="1f1b", microbatches=2, dp=2, zero=2)
     data = [({"input_ids": x}, y) for x, y in tokens(8, 8, 33)]
     run = train(gpt2(), data, plan, loss=logits_loss, optimizer=sgd, steps=2)
-    check_ratios(run.timeline(), {"pp", *how} - {"zero"})
+    check_ratios(run.timeline(), {"pp", "dp"})
 
 
 def test_ulysses_sends_a_head_of_keys_to_all_that_need_it(train: Train) -> None:

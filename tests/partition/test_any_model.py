@@ -18,12 +18,8 @@ import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.models import UNet
 from mpkit.trace import Kind
-from tests.recipes import adamw, sgd
+from tests.recipes import adamw, normal, sgd
 from tests.serial import Train, check_equal
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def ways(run: Run) -> set[str]:

@@ -22,19 +22,11 @@ from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
 from tests.mesh.test_mesh_training import tokens
-from tests.recipes import adamw
+from tests.recipes import adamw, normal, sgd
 from tests.schedule.orders import in_random_order, random_holders
 from tests.serial import EXACT, Clusters, Train
 
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:

@@ -16,6 +16,7 @@ from mpkit.models import GPT, ConvNet
 from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.trace.record.flops import count
 from mpkit.trace.record.operators import flops_of
+from tests.recipes import normal
 
 
 def outputs_of(stage: nn.Module, x: Tensor) -> list[Tensor]:
@@ -62,10 +63,6 @@ class _Products(TorchDispatchMode):
 
 def linear(a: int, b: int, *, bias: bool = True) -> nn.Linear:
     return nn.Linear(a, b, bias=bias).double()
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 class Tangle(nn.Module):

@@ -25,6 +25,7 @@ from mpkit.trace.record.curve import POINTS, Curve, Segment
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.memory import DeviceAllocator, StepMemory
 from mpkit.trace.record.recorder import Recorder
+from tests.recipes import adamw
 from tests.serial import Clusters
 
 
@@ -293,10 +294,6 @@ PLANS = {
     "split": mk.Plan(pp=2, microbatches=4, schedule="zb_h1"),
     "recompute": mk.Plan(dp=2, zero=3, recompute="full"),
 }
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def test_played_steps_are_measured_ones_and_stages_of_zero_need_less_and_less(clusters: Clusters) -> None:

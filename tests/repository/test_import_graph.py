@@ -26,7 +26,7 @@ TABLE = mpkit.homes()  # public name -> module
 NOTEBOOK_ONLY = {
     "IPython", "anywidget", "ipykernel", "ipywidgets", "jupyter", "jupyterlab", "pandas", "plotly", "traitlets",
 }  # fmt: skip
-USES_NOTEBOOKS = ("mpkit.views", "mpkit.views.explorer.explorer_view", "mpkit.launch.notebook.magics")
+USES_NOTEBOOKS = ("mpkit.views", "mpkit.launch.notebook.magics")
 
 
 class Import(NamedTuple):

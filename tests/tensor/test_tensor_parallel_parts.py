@@ -22,13 +22,10 @@ from mpkit.strategies.tensor import shard_model
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, scatter
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace import Kind
+from tests.recipes import normal
 from tests.serial import Clusters
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # ---------------------------------------------------------------- operators

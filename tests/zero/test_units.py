@@ -213,8 +213,6 @@ def test_the_largest_first_to_the_rank_with_least() -> None:
 
 # ---- Hybrid sharding: ZeRO within groups of replicas. tests/mesh/test_pairs.py has it with everything else.
 
-ZERO = pytest.mark.parametrize("zero", [1, 3])
-
 
 def chain(width: int = 8, layers: int = 4) -> nn.Module:
     torch.manual_seed(0)
@@ -226,31 +224,6 @@ def batch(width: int = 8, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
 
 
 # ---- in a training -----------------------------------------------------------------------------------------------
-
-
-@ZERO
-def test_a_rank_holds_its_part_of_a_group_and_sums_it_over_the_groups(train: Train, zero: int) -> None:
-    """Of psi parameters in float64: 2 psi of states and gradients, a half each; the sum of a half over 2 groups."""
-    plan = mk.Plan(dp=4, zero=zero, dp_shard=2, bucket_mb=0.0005, microbatches=2)
-    run = train(chain(), batch(), plan, loss=F.mse_loss, optimizer=adamw, steps=3)
-    timeline, psi = run.timeline(), 4 * (64 + 8)
-    for held in timeline.peak_memory:
-        assert held["optimizer"] == 2 * 8 * psi / 2
-        assert held["params"] == 8 * psi / (2 if zero == 3 else 1)
-        assert zero < 2 or held["grads"] == 8 * psi / 2
-    spans = timeline.spans[timeline.spans["step"] == timeline.steps[-1]]
-    for rank in range(4):
-        mine = spans[spans["rank"] == rank]
-        over_groups = mine[(mine["kind"] == Kind.ALL_REDUCE)]
-        assert {timeline.names[group] for group in over_groups["group"]} == {
-            ",".join(map(str, plan.mesh.group(rank, "dp_replicate")))
-        }
-        assert over_groups["bytes"].sum() == 8 * psi / 2, "once per step, not per micro-batch"
-        backwards = mine[(mine["kind"] == Kind.BACKWARD) & (mine["depth"] == 0)]
-        begun = over_groups["issued"] < backwards["end"].max()
-        assert begun.any() and (over_groups["issued"] > backwards["start"].max()).all(), (
-            "beside the last backward"
-        )
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------------

@@ -14,23 +14,12 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.strategies.replicas.flat import Flat
 from mpkit.trace import Kind
+from tests.recipes import adamw, normal, sgd
 from tests.serial import Train, check_equal
-
-
-def plain(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-3)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # ---------------------------------------------------------------- parameters without a gradient
@@ -76,12 +65,12 @@ def test_unused_parameters(train: Train, zero: int) -> None:
     data = [(normal(5, 3), normal(5, 2))]
     plan = mk.Plan.zero(zero, 2, unused="allow", microbatches=2)
     check_equal(
-        train, model, data, plan, microbatches=2, loss=F.mse_loss, optimizer=sgd
+        train, model, data, plan, microbatches=2, loss=F.mse_loss, optimizer=adamw
     )  # whose decay leaves them alone
     with pytest.raises(
         mk.RankFailed, match=r"No gradient came for 1\.spare\.weight, 1\.spare\.bias in this step"
     ):
-        train(model, data, mk.Plan.zero(zero, 2), loss=F.mse_loss, optimizer=sgd)
+        train(model, data, mk.Plan.zero(zero, 2), loss=F.mse_loss, optimizer=adamw)
 
 
 class Sometimes(nn.Module):
@@ -201,7 +190,7 @@ def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train
     model = nn.Sequential(first, nn.Linear(3, 3), nn.Linear(3, 3), Peek(first))
     data = [(torch.randn(4, 3), torch.randn(4, 3))]
     with pytest.raises(mk.RankFailed, match=r"of a parameter of shape \[3, 3\] that is sharded"):
-        train(model, data, mk.Plan.zero(3, 2), loss=F.mse_loss, optimizer=plain)
+        train(model, data, mk.Plan.zero(3, 2), loss=F.mse_loss, optimizer=sgd)
 
 
 # ---------------------------------------------------------------- what is pending
@@ -213,7 +202,7 @@ def test_the_second_reduce_scatter_before_is_complete_when_one_starts(train: Tra
     torch.manual_seed(8)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     plan = mk.Plan.zero(zero, 2, bucket_mb=1e-5)
-    run = train(model, [(torch.randn(4, 4), torch.randn(4, 4))], plan, loss=F.mse_loss, optimizer=plain)
+    run = train(model, [(torch.randn(4, 4), torch.randn(4, 4))], plan, loss=F.mse_loss, optimizer=sgd)
     for part in run.trace.ranks:
         pending, most = set[int](), 0
         for number, op in enumerate(part.ops):

@@ -24,10 +24,7 @@ to try:
     played.js    a schedule on a clock: when each action can run
     own.js       a schedule that the reader writes, checked
     trial.js     sliders, and the panel that shows what they set
-
-A separate module:
-
-    slider_names.js  names for ipywidgets' sliders
+    explore.js   two of these in a notebook
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from importlib.resources import files
 
 from mpkit.views.theme import substitute_theme
 
-__all__ = ["FILES", "TRIAL", "css", "esm", "slider_names"]
+__all__ = ["FILES", "TRIAL", "css", "esm"]
 
 FILES = (
     "words",
@@ -61,23 +58,22 @@ FILES = (
 TRIAL = ("played", "own", "trial")
 
 
-def esm(more: tuple[str, ...] = ()) -> str:
+def esm(more: tuple[str, ...] = (), widget: str = "timelineWidget") -> str:
     """Return the module's source, for a widget's `_esm` or for `<script type="module">`.
+
+    Args:
+        more: files that follow the others.
+        widget: the entry point of an anywidget, which the module exports.
 
     >>> esm().count("export default")
     1
     """
-    return "\n".join(_read(f"{name}.js") for name in [*FILES, *more])
+    return "\n".join([*(_read(f"{name}.js") for name in [*FILES, *more]), f"export default {widget};"])
 
 
 def css() -> str:
     """Return the style sheet that belongs to it."""
     return _read("timeline.css")
-
-
-def slider_names() -> str:
-    """Return the source of the module that names sliders."""
-    return _read("slider_names.js")
 
 
 def _read(name: str) -> str:

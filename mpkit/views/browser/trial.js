@@ -6,18 +6,21 @@
 
 /** Begin; `look` as for a panel, `data` from views/page/trial.py: {schedules, words, columns, keys}. */
 export function showTrial(section, look, data) {
-  return new Trial(section, look, data);
+  return new Trial(section, look, data, true);
 }
 
 class Trial {
-  constructor(section, look, data) {
+  /** `linked`: whether the page's address holds what is set. */
+  constructor(section, look, data, linked) {
     this.section = section;
     this.data = data;
+    this.linked = linked;
+    this.moved = () => {}; // called when the reader has moved something
     this.store = new Store();
     this.panel = new Panel(section.querySelector(".trial"), this.store, look);
-    section.querySelector(".static").remove();
-    section.querySelector(".controls").hidden = false;
-    this.recall();
+    section.querySelector(".static")?.remove();
+    section.querySelector(".mpkit-controls").hidden = false;
+    if (linked) this.recall();
     section.addEventListener("input", (event) => this.changed(event.target.name));
     this.changed("");
   }
@@ -35,7 +38,7 @@ class Trial {
 
   /** Put what is set into the page's address. */
   remember() {
-    const set = [...this.section.querySelectorAll("[name]")].filter((each) => !each.closest(".control").hidden);
+    const set = [...this.section.querySelectorAll("[name]")].filter((each) => !each.closest(".mpkit-control").hidden);
     history.replaceState(null, "", `#try?${new URLSearchParams(set.map(({ name, value }) => [name, value]))}`);
   }
 
@@ -61,7 +64,7 @@ class Trial {
     if (own && !written.value) written.value = ownText(this.text); // the reader begins with what was there
     if (!own) written.value = "";
     this.text = text || this.text;
-    written.closest(".control").hidden = !own;
+    written.closest(".mpkit-control").hidden = !own;
     let schedule;
     try {
       schedule = own ? readOwn(written.value) : readSchedule(text);
@@ -74,18 +77,25 @@ class Trial {
     const shown = { backward: !split, input_grad: split, weight_grad: split, ranks: !own, microbatches: !own };
     for (const each of this.section.querySelectorAll("input[type=range]")) {
       const [number, unit] = [Number(each.value), each.dataset.unit ?? ""];
-      each.closest(".control").hidden = !(shown[each.name] ?? true);
-      each.closest(".control").querySelector("output").textContent = unit ? `${number.toFixed(2)} s` : String(number);
+      each.closest(".mpkit-control").hidden = !(shown[each.name] ?? true);
+      each.closest(".mpkit-control").querySelector("output").textContent = unit ? `${number.toFixed(2)} s` : String(number);
       each.setAttribute("aria-valuetext", unit ? `${number} ${unit}` : String(number));
     }
     this.section.querySelector(".words").textContent = this.data.words[chosen] ?? "Your own schedule: a line per rank, played as it stands.";
     this.show(schedule);
-    if (name) this.remember();
+    if (name && this.linked) this.remember();
+    if (name) this.moved();
+  }
+
+  /** Set the sliders as those of another trial are. */
+  follow(other) {
+    for (const { name } of this.section.querySelectorAll("input[type=range]")) this.control(name).value = other.value(name);
+    this.changed("");
   }
 
   /** Say what is wrong with what was written, and that the picture is of what was there before; "" if nothing is. */
   wrong(message) {
-    this.section.querySelector(".wrong").textContent = message;
+    this.section.querySelector(".mpkit-wrong").textContent = message;
     this.panel.update(message ? { stale: true, bubble: null, step_time: null, said: message } : { stale: false });
   }
 

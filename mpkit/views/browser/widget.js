@@ -74,5 +74,3 @@ export async function unpacked(text) {
 export async function unpackedJson(text) {
   return JSON.parse(new TextDecoder().decode(await unpacked(text)));
 }
-
-export default timelineWidget;

@@ -1,7 +1,7 @@
 """The section "Try it: another schedule" of a page: sliders without a kernel.
 
     schedules   every schedule by name, p and m, as text: what the page's script plays
-    controls    a dropdown and sliders, with words and units
+    controls    a dropdown and sliders, with words and units; `mk.explore` has those of two schedules
     still       the first setting as SVG, until the script has drawn it and where no script may run
 
 The script (`mpkit/views/browser/played.js`, `trial.js`) plays a schedule as `mpkit.simulate` does.
@@ -12,18 +12,22 @@ from __future__ import annotations
 import gzip
 import json
 from base64 import b64encode
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from mpkit.common.safe_text import escape
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.simulation import simulate
+from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.wire import COLUMNS
 
-__all__ = ["LINK", "MICROBATCHES", "RANKS", "pack_schedules", "title", "trial"]
+__all__ = [
+    "LINK", "MICROBATCHES", "RANKS", "SLIDERS", "controls", "pack_schedules", "plan_of", "simulated", "title", "trial",
+]  # fmt: skip
 
 RANKS, MICROBATCHES = range(2, 9), range(1, 17)
 """What the sliders reach: p ranks, m micro-batches."""
@@ -48,48 +52,91 @@ class Slider(NamedTuple):
     unit: str = ""
 
 
+SLIDERS = {
+    "ranks": Slider("ranks p", RANKS[0], RANKS[-1], 1, 4),
+    "microbatches": Slider("micro-batches m", MICROBATCHES[0], MICROBATCHES[-1], 1, 8),
+    "forward": Slider("forward F", 0, 4, 0.05, 1, "seconds"),
+    "backward": Slider("backward B", 0, 8, 0.1, 2, "seconds"),
+    "input_grad": Slider("input gradients I", 0, 4, 0.05, 1, "seconds"),
+    "weight_grad": Slider("weight gradients W", 0, 4, 0.05, 1, "seconds"),
+    "hop": Slider("message", 0, 2, 0.05, 0, "seconds"),
+}
+"""By the name of what is set; a whole backward sets both halves."""
+
+
 def trial(p: int, m: int) -> str:
     """Return the section as HTML, with the data of its script; it begins with p ranks and m micro-batches.
 
     A p or m that the sliders do not reach becomes the nearest one that they do.
     """
     p, m = (min(max(n, within[0]), within[-1]) for n, within in ((p, RANKS), (m, MICROBATCHES)))
-    sliders = {
-        "ranks": Slider("ranks p", RANKS[0], RANKS[-1], 1, p),
-        "microbatches": Slider("micro-batches m", MICROBATCHES[0], MICROBATCHES[-1], 1, m),
-        "forward": Slider("forward F", 0, 4, 0.05, 1, "seconds"),
-        "backward": Slider("backward B", 0, 8, 0.1, 2, "seconds"),
-        "input_grad": Slider("input gradients I", 0, 4, 0.05, 1, "seconds"),
-        "weight_grad": Slider("weight gradients W", 0, 4, 0.05, 1, "seconds"),
-        "hop": Slider("message", 0, 2, 0.05, 0, "seconds"),
-    }
-    options = "".join(
-        f'<option value="{name}"{" selected" if name == FIRST else ""}>{escape(title(name))}</option>'
-        for name in SCHEDULES
-    )
-    options += '<option value="own">your own, to write</option>'
-    still = svg(simulate(plan_of(FIRST, p, m)))
+    setting = {"ranks": p, "microbatches": m}
+    still = svg(simulated(FIRST, setting))
     return (
         '<section class="card" id="try"><h2>Try it: another schedule</h2><p class="intro">Choose a schedule, and set '
         "how long its actions take. Times are those of one micro-batch on one rank: where a rank holds two stages, "
         "each of them takes half. A message is what a stage sends to the next one, or back; only its receiver waits "
-        "for it.</p>"
-        '<div class="controls" role="group" aria-label="settings of the schedule" hidden><div class="control">'
-        f'<label for="try-schedule">schedule</label><select id="try-schedule" name="schedule">{options}</select></div>'
-        f"{''.join(_slider(name, slider) for name, slider in sliders.items())}"
-        '<div class="control own" hidden><label for="try-own">a line per rank: F0 is the forward of micro-batch 0, B0 '
-        "its backward, I0 and W0 its halves</label>"
-        '<textarea id="try-own" name="own" rows="6" spellcheck="false"></textarea></div></div>'
-        '<p class="wrong" role="alert"></p>'
-        f'<p class="intro words">{escape(SCHEDULES[FIRST].words)}</p>'
-        f'<div class="trial"><div class="static scroll">{still}</div></div>'
+        f"for it.</p>{controls('try', FIRST, setting, still)}"
         f'<script type="text/plain" data-schedules>{pack_schedules()}</script></section>'
     )
 
 
+def controls(place: str, schedule: str, setting: Mapping[str, float], still: str = "") -> str:
+    """Return the controls as HTML, and below them the place of the panel.
+
+    Args:
+        place: the beginning of the ids of the controls.
+        schedule: what is chosen at first: a name, or rows of one's own.
+        setting: where sliders stand at first, by name, if not where they usually do.
+        still: what is in the panel's place until the script has drawn it.
+    """
+    named = schedule in SCHEDULES
+    chosen = {schedule if named else "own": " selected"}
+    options = "".join(
+        f'<option value="{name}"{chosen.get(name, "")}>{escape(title(name))}</option>' for name in SCHEDULES
+    )
+    options += f'<option value="own"{chosen.get("own", "")}>your own, to write</option>'
+    sliders = (
+        _slider(place, name, each._replace(value=setting.get(name, each.value)))
+        for name, each in SLIDERS.items()
+    )
+    words = SCHEDULES[schedule].words if named else ""
+    return (
+        '<div class="mpkit-controls" role="group" aria-label="settings of the schedule" hidden>'
+        f'<div class="mpkit-control"><label for="{place}-schedule">schedule</label>'
+        f'<select id="{place}-schedule" name="schedule">{options}</select></div>{"".join(sliders)}'
+        f'<div class="mpkit-control own" hidden><label for="{place}-own">a line per rank: F0 is the forward of '
+        "micro-batch 0, B0 its backward, I0 and W0 its halves</label>"
+        f'<textarea id="{place}-own" name="own" rows="6" spellcheck="false">{"" if named else escape(schedule)}'
+        f'</textarea></div></div><p class="mpkit-wrong" role="alert"></p><p class="intro words">{escape(words)}</p>'
+        f'<div class="trial"><div class="static scroll">{still}</div></div>'
+    )
+
+
+def simulated(schedule: str, setting: Mapping[str, float]) -> Timeline:
+    """Return what the script shows, by `mpkit.simulate`: times are of a rank's share, however many stages it has.
+
+    >>> simulated("zbv", {"forward": 2}).step_time
+    36.0
+
+    Raises:
+        ValueError: the schedule cannot work.
+    """
+    at = {name: setting.get(name, slider.value) for name, slider in SLIDERS.items()}
+    rows = len(schedule.split()) > 1
+    plan = (
+        Plan.from_schedule(schedule) if rows else plan_of(schedule, int(at["ranks"]), int(at["microbatches"]))
+    )
+    v = plan.stages / plan.pp
+    return simulate(plan, at["forward"] / v, at["input_grad"] / v, at["weight_grad"] / v, hop=at["hop"])
+
+
 def plan_of(name: str, p: int, m: int) -> Plan:
     """Return the plan of a schedule by name, with two stages per rank where it allows them."""
-    return Plan(pp=p, schedule=name, microbatches=m, virtual_stages=1 if SCHEDULES[name].can_have(1) else 2)
+    known = SCHEDULES.get(name)  # of an unknown one the plan says which is meant
+    return Plan(
+        pp=p, schedule=name, microbatches=m, virtual_stages=2 if known and not known.can_have(1) else 1
+    )
 
 
 def title(name: str) -> str:
@@ -123,10 +170,11 @@ def pack_schedules() -> str:
     return b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
-def _slider(name: str, slider: Slider) -> str:
-    at = f'id="try-{name}" name="{name}" min="{slider.least}" max="{slider.most}" step="{slider.step}"'
+def _slider(place: str, name: str, slider: Slider) -> str:
+    most = max(slider.most, slider.value)
+    at = f'id="{place}-{name}" name="{name}" min="{slider.least}" max="{most}" step="{slider.step}"'
     unit = f' data-unit="{slider.unit}"' if slider.unit else ""
     return (
-        f'<div class="control"><label for="try-{name}">{slider.label}</label>'
-        f'<output for="try-{name}"></output><input type="range" {at} value="{slider.value}"{unit}></div>'
+        f'<div class="mpkit-control"><label for="{place}-{name}">{slider.label}</label>'
+        f'<output for="{place}-{name}"></output><input type="range" {at} value="{slider.value}"{unit}></div>'
     )

@@ -1,1 +1,0 @@
-"""mk.explore: two schedules side by side, with sliders and an editor."""
