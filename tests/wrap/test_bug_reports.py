@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from tests.serial import Clusters
@@ -62,22 +61,6 @@ class Boxed(MLP):
 
     def forward(self, x: Tensor) -> Any:
         return self.box(super().forward(x))
-
-
-class Again(nn.Module):
-    """Blocks that are used several times, under a reentrant checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.e, self.h = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.b = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.e(x)
-        for i in (0, 1, 0, 2, 2, 1):
-            x = x + checkpoint(self.b[i], x, use_reentrant=True)
-        y: Tensor = self.h(x)
-        return y
 
 
 class Evaluating(nn.Module):
@@ -230,7 +213,6 @@ PROGRAMS = {
     "output: a subclass of dict": Program(lambda: Boxed(lambda out: Box(out=out)), boxed),
     "output: an iterator": Program(lambda: Boxed(lambda out: iter([out])), boxed, refused="returns list_iterator"),
     "a term that a layer keeps": Program(MLP, of(lambda out, y, m: F.mse_loss(out, y) + m.aux)),
-    "blocks used several times, reentrant": Program(Again, plain, refused="in the same backward"),
     "a layer in eval mode": Program(Evaluating, plain),
     "an attribute set on the wrapper": Program(MLP, before(lambda i, model, _: setattr(model, "scale", 1.0 + i))),
     "frozen while others train": Program(MLP, before(freeze), how=UNUSED),

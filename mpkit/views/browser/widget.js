@@ -1,6 +1,6 @@
 // The two ways in: a live widget (anywidget), whose kernel sets traits, and a page that holds its data.
 
-const TRAITS = ["title", "labels", "groups", "layers", "bubble", "step_time", "of", "clock", "note", "live", "table", "room", "widest", "said", "waits", "stale", "has_path", "path_shown"];
+const TRAITS = ["title", "labels", "groups", "layers", "bubble", "step_time", "of", "clock", "note", "live", "table", "room", "widest", "said", "waits", "has_path", "path_shown"];
 
 /** What the panel shows, from the model's traits. */
 const stateOf = (model) => Object.fromEntries(TRAITS.map((name) => [name, model.get(name)]));

@@ -73,7 +73,6 @@ class TimelineView(anywidget.AnyWidget):
         widest: a label as wide as the widest of the views above and below, so that all axes begin at one place.
         said: what a screen reader is told of the run: its step and loss, and its end.
         waits: the waits in vain of ranks that hang: rank, start in seconds, words.
-        stale: whether the picture is of something that has changed since; it is greyed out.
         has_path: whether a critical path can be shown, which is found when `path_shown` is set.
         path_shown: whether it is shown.
         path_head, path_slack: the path, as `pack_path` has it.
@@ -97,7 +96,6 @@ class TimelineView(anywidget.AnyWidget):
     widest = traitlets.Unicode().tag(sync=True)
     said = traitlets.Unicode().tag(sync=True)
     waits = traitlets.List(traitlets.Dict()).tag(sync=True)
-    stale = traitlets.Bool(False).tag(sync=True)
     tracks = traitlets.Bytes(b"").tag(sync=True)
     tracks_head = traitlets.Dict().tag(sync=True)
     has_path = traitlets.Bool(False).tag(sync=True)
