@@ -115,9 +115,7 @@ class SavedParts:
             if part.place == into.place and part.tensor.numel() == numel:
                 into.tensor.copy_(part.tensor)
                 return
-        whole = _whole(name, tuple(into.whole), parts)
-        local = whole if into.shard is None else into.shard.take(whole)
-        into.tensor.copy_(local.reshape(-1)[into.start : into.start + numel])
+        into.tensor.copy_(into.take(_whole(name, tuple(into.whole), parts)))
 
 
 def _held(tensor: Tensor, whole: tuple[int, ...], divided: tuple[Any, ...], start: int) -> HeldPart:

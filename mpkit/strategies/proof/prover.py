@@ -35,6 +35,7 @@ from mpkit.strategies.proof.rounding import coarsest, distance, few_of, largest
 from mpkit.strategies.proof.whole_step import WholeStep, assemble_step, files_of
 from mpkit.strategies.reference.serial import Serial
 from mpkit.strategies.runtime.evidence import lost_of
+from mpkit.strategies.stage.shard import put_together
 from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.update.optimizer import describe_optimizer
 from mpkit.trace.proof import Proof
@@ -64,7 +65,6 @@ class Prover:
             dtype=PRECISIONS.get(job.plan.precision),
         )  # fmt: skip
         self._state = PythonState(model, loss, self._serial.optimizer)
-        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
         self._known = {name: weight.detach().clone() for name, weight in self._serial.weights.items()}
@@ -98,7 +98,7 @@ class Prover:
         """
         if lost := [rank for rank, path in enumerate(self._lost_files(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
-        found = assemble_step(self._files(step), self._shapes, self._serial.weights)
+        found = assemble_step(self._files(step), self._serial.weights)
         if loss is None:
             loss = self._loss_of(found)
         batch = None
@@ -124,7 +124,7 @@ class Prover:
         """Return the sum of the shares of the ranks that have different samples or tokens; stages tell each other."""
         mesh = self._job.plan.mesh
         by_stage: dict[int, float] = {}
-        for rank, loss in enumerate(found.losses):
+        for rank, loss in enumerate(found.of_ranks("loss")):
             place = mesh.place(rank)
             if loss is not None and rank == mesh.rank(*place) and place.tp == 0:
                 by_stage[place.pp] = by_stage.get(place.pp, 0.0) + loss
@@ -139,9 +139,10 @@ class Prover:
         found.gradients = {
             name: g if g is None else self._to_device(g) for name, g in found.gradients.items()
         }
-        draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws, found.decides, self._chances)
-        draws.check_places(found.places)
-        attempt = Attempt(serial, batch, draws, found.scale)
+        drawn, decides = found.of_ranks("draws"), any(found.of_ranks("decides"))
+        draws = StepDraws(self._job.plan, batch_size(batch[0]), drawn, decides, self._chances)
+        draws.check_places(found.of_ranks("places"))
+        attempt = Attempt(serial, batch, draws, found.of_ranks("scale")[0])
         tensors = [t for value in batch for t in leaves(value)]
         few = few_of(coarsest(serial.model, tensors), max(t.numel() for t in tensors))
         value, gradients = attempt.run(serial)
@@ -196,7 +197,7 @@ class Prover:
 
     def _start(self, step: int, found: WholeStep) -> tuple[Value, Value]:
         """Begin the step where the ranks began it, and return its batch."""
-        if found.other_draws:
+        if any(found.of_ranks("other_draws")):
             raise CannotReplay(
                 "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
                 "draws those that are repeated here"
@@ -210,17 +211,18 @@ class Prover:
         for name, known in self._known.items() if self._last == step - 1 and not changed else ():
             same(f"{name} before the step", found.before[name], known, 0.0)
         parameters = dict(serial.model.named_parameters())
-        for where, frozen in found.frozen:
-            with torch.no_grad():
-                if self._last != step - 1:
-                    where.put(frozen, parameters[where.name])
-            own = where.take(parameters[where.name].detach(), frozen.numel())
-            same(f"{where.name}, which is frozen, on rank {where.rank}", frozen, own, 0.0)
+        pieces = [(rank, *each) for rank, of in enumerate(found.of_ranks("frozen")) for each in of]
+        for name in dict.fromkeys(name for _, name, _ in pieces) if self._last != step - 1 else ():
+            of_all = [piece for _, other, piece in pieces if other == name]
+            parameters[name].data.copy_(put_together(of_all))
+        for rank, name, frozen in pieces:
+            own = frozen.take(parameters[name].detach())
+            same(f"{name}, which is frozen, on rank {rank}", frozen.tensor, own, 0.0)
         with torch.no_grad():
             for name, weight in serial.weights.items():
                 weight.copy_(found.before[name])
             if self._last != step - 1:
-                for held in reversed(found.buffers_before):  # the first replica's, at last
+                for held in reversed(found.of_ranks("buffers_before")):  # the first replica's, at last
                     for name, buffer in held.items():
                         _set_buffer(serial.model, name, buffer)
                 serial.optimizer.state.clear()
@@ -241,19 +243,18 @@ def compare_gradients(
 ) -> None:
     """Compare each rank's gradients with those of the whole batch; `few`: as by `few_of`."""
     doubt: CannotReplay | None = None
-    for where, got, _ in found.held:
-        wanted = gradients[where.name]
-        count = found.before[where.name].numel() if got is None else got.numel()
+    for rank, name, piece, _, got in found.held:
+        wanted = gradients[name]
         if wanted is None or got is None:
             one = got if wanted is None else wanted
             if one is not None and largest(one) > 0.0:
                 which = "the ranks have" if wanted is None else "serial training has"
-                raise Difference(f"only {which} a gradient of {where.name}, of up to {largest(one):.3g}")
+                raise Difference(f"only {which} a gradient of {name}, of up to {largest(one):.3g}")
             continue
-        what = f"the gradient of {where.name} on rank {where.rank}"
+        what = f"the gradient of {name} on rank {rank}"
         allowed = few * largest(wanted)
         try:
-            same(what, got, where.take(wanted, count), allowed, noise, where.name)
+            same(what, got, piece.take(wanted), allowed, noise, name)
         except CannotReplay as error:  # another gradient may differ by more than repetitions do
             if not noise.repeats_differ:
                 raise
@@ -265,18 +266,18 @@ def compare_gradients(
 def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
     """Compare what ranks have updated; return the largest difference, relative to the largest weight of its tensor."""
     most = 0.0
-    for where, _, after in found.held:
-        weight = serial.weights[where.name]
-        wanted = where.take(weight.detach(), after.numel())
+    for rank, name, piece, after, _ in found.held:
+        weight = serial.weights[name]
+        wanted = piece.take(weight.detach())
         if not wanted.numel():
             continue
         scale = largest(weight)
         by = distance(after.to(wanted.device), wanted)
         few = few_of(weight.dtype, 0) * scale
         try:
-            same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
+            same(f"{name} on rank {rank} after the update", after, wanted, few)
         except Difference as difference:
-            difference.cause = cause_of_update(job, where.name)
+            difference.cause = cause_of_update(job, name)
             raise
         most = max(most, by / scale if scale else 0.0)
     for rank, name in found.other_replicas(after=True):
@@ -291,7 +292,7 @@ def compare_buffers(
     wanted = dict(serial.model.named_buffers())
     plan, words, after = job.plan, "", dict[str, Tensor]()
     in_parts = cache(attempt.buffers_in_parts)
-    for rank, held in enumerate(found.buffers):
+    for rank, held in enumerate(found.of_ranks("buffers")):
         for name, got in held.items():
             if name not in wanted or got.shape != wanted[name].shape:
                 continue

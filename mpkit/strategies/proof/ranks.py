@@ -4,7 +4,7 @@ A rank's parameters are
 
 whole       on each rank (torch's DDP, ZeroRedundancyOptimizer)
 DTensor     torch knows its parts (FSDP2, tensor parallelism by `parallelize_module`)
-elements    a wrapper of mpkit's says which elements a rank has (`mk.tensor_parallel`, `mk.pipeline`)
+parts       a wrapper of mpkit's says which elements a rank has (`mk.tensor_parallel`, `mk.pipeline`)
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from mpkit.errors import NotSerial
 from mpkit.strategies.proof.compare import difference_in_words
-from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.runtime.evidence import digest_of
+from mpkit.strategies.stage.shard import HeldPart, put_together
 
 __all__ = ["HeldTensors", "Ranks", "kept", "local", "whole"]
 
@@ -202,18 +202,18 @@ class HeldTensors:
 
     Args:
         named: what this rank's optimizer updates, by the names in the plain module.
-        elements: which elements of parameters these are; None where each is whole, or a DTensor.
+        parts: where they lie in the plain module's parameters; None where each is whole, or a DTensor.
     """
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], elements: Mapping[str, Elements] | None, ranks: Ranks
+        self, named: Mapping[str, nn.Parameter], parts: Mapping[str, HeldPart] | None, ranks: Ranks
     ) -> None:
-        self.named, self._elements, self._ranks = dict(named), elements, ranks
+        self.named, self._parts, self._ranks = dict(named), parts, ranks
 
     @property
     def divided(self) -> bool:
         """Whether a wrapper of mpkit's has divided the parameters, so that ranks hold other elements."""
-        return self._elements is not None
+        return self._parts is not None
 
     def versions(self) -> list[int]:
         """Return how often each parameter was changed in place."""
@@ -221,18 +221,16 @@ class HeldTensors:
 
     def part(self, name: str, of: Tensor) -> Tensor | None:
         """Return what a rank has of a whole tensor, flat; None if it has none of it."""
-        if self._elements is None:
+        if self._parts is None:
             return of.reshape(-1)
-        where = self._elements.get(name)
-        if where is None or not self.named[name].numel():
-            return None
-        return where.take(of, self.named[name].numel())
+        part = self._parts.get(name)
+        return None if part is None or not part.tensor.numel() else part.take(of)
 
     @torch.no_grad()
     def take_weights(self, into: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Copy the whole weights into the plain parameters, and return what those were; every rank calls it."""
         before = {name: parameter.detach().clone() for name, parameter in into.items()}
-        if self._elements is not None:
+        if self._parts is not None:
             for name, parameter in into.items():
                 self._put_together(name, parameter)
             return before
@@ -254,20 +252,22 @@ class HeldTensors:
                 return
 
     def _put_together(self, name: str, parameter: nn.Parameter) -> None:
-        mine, where = self.named.get(name), (self._elements or {}).get(name)
-        sent = mine is not None and (where, mine.detach().cpu().reshape(-1), mine.requires_grad)
-        every = [each for each in self._ranks.all(sent) if each and each[1].numel()]
-        made = torch.zeros(parameter.shape, dtype=every[0][1].dtype if every else parameter.dtype)
-        filled = torch.zeros(parameter.shape, dtype=torch.bool)
-        for place, values, trained in every:
-            parameter.requires_grad_(trained)
-            known = place.take(filled, values.numel())
-            if bool(known.all()) and not torch.equal(place.take(made, values.numel()), values):
-                self._ranks.findings.append(
-                    f"{name} on rank {place.rank} is not what it is on the ranks before it."
-                )
-            place.put(values, made)
-            place.put(torch.ones_like(values, dtype=torch.bool), filled)
-        if not bool(filled.all()):
+        mine, part = self.named.get(name), (self._parts or {}).get(name)
+        sent = part and mine is not None and (
+            part._replace(tensor=mine.detach().cpu().reshape(-1)), mine.requires_grad
+        )  # fmt: skip
+        every = [
+            (rank, *each) for rank, each in zip(self._ranks.ranks, self._ranks.all(sent), strict=True) if each
+        ]
+        parts = [each._replace(tensor=torch.ones_like(each.tensor, dtype=torch.bool)) for _, each, _ in every]
+        if not parts or not bool(put_together(parts).all()):
             self._ranks.findings.append(f"{name} has elements that no rank updates.")
+            return
+        made = put_together([each for _, each, _ in reversed(every)])
+        for rank, each, trained in every:
+            parameter.requires_grad_(trained)
+            if not torch.equal(each.take(made), each.tensor):
+                self._ranks.findings.append(
+                    f"{name} on rank {rank} is not what it is on the ranks before it."
+                )
         parameter.copy_(made)

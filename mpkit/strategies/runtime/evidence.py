@@ -34,6 +34,7 @@ from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.models.step_facts import FIRST_TIMES, FirstTimes, StepFacts
 from mpkit.strategies.runtime.rank_state import buffers
 from mpkit.strategies.stage.gradient_sync import Piece, named_parameters
+from mpkit.strategies.stage.shard import HeldPart
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -117,9 +118,8 @@ class RankEvidence:
         held = {name: tensor.clone() for name, tensor in self._buffers().items()}
         self._heard = ForwardDraws()
         frozen = [
-            self._place_of(piece) | {"held": _flat(piece.held)}
-            for piece in self._training.sync.frozen if states
-        ]  # fmt: skip
+            (self._name(p.name), p.part(_on_host(p.held))) for p in self._training.sync.frozen if states
+        ]
         self._now = {
             "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
             "gradients": {}, "remembered": self._remembered.find_changes() if anew else ({}, []),
@@ -144,7 +144,9 @@ class RankEvidence:
         self._facts.may_act_later = self._facts.may_act_later or self._remembered.find_changes() != ({}, [])
         self._training.pipeline.listen(None)
         self._now |= {
-            "after": [_flat(self._training.update.masters.master_of(p)) for p in self._training.sync.pieces],
+            "after": [
+                _on_host(self._training.update.masters.master_of(p)) for p in self._training.sync.pieces
+            ],
             "digests": self._digests(),
             "buffers": self._buffers(),
             "draws": self._heard.draws,
@@ -243,18 +245,15 @@ class RankEvidence:
     def _name(self, name: str) -> str:
         return self._training.first_names[name]
 
-    def _elements(self, piece: Piece, *, states: bool) -> dict[str, Any]:
-        """Return where the elements of a piece lie in the model's parameter, their values, and their states."""
+    def _elements(self, piece: Piece, *, states: bool) -> tuple[str, HeldPart, dict[str, Any] | None]:
+        """Return the parameter of a piece, its elements and their states."""
         update = self._training.update
         master = update.masters.master_of(piece)
         found: dict[str, Any] = {}
         if states and update.optimizer is not None:
             for key, value in update.optimizer.state.get(master, {}).items():
                 found[key] = _on_host(value) if isinstance(value, Tensor) else value
-        return self._place_of(piece) | {"held": _flat(master), "states": found if states else None}
-
-    def _place_of(self, piece: Piece) -> dict[str, Any]:
-        return {"name": self._name(piece.name), "start": piece.start, "shard": piece.shard}
+        return self._name(piece.name), piece.part(_on_host(master)), found if states else None
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in buffers(self._training)}
@@ -277,10 +276,6 @@ def digest_of(tensor: Tensor) -> str:
     """
     held: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(held, digest_size=16).hexdigest()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return _on_host(tensor).reshape(-1)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -66,13 +66,13 @@ def held_entries(training: Training, *, first: bool, leads: Callable[[str], bool
         if piece.start == piece.end or not leads(piece.axis):
             continue
         master = update.masters.master_of(piece)
-        state[f"weight/{piece.name}"] = _slice(piece, master)
+        state[f"weight/{piece.name}"] = piece.part(master)
         states = update.optimizer.state.get(master, {}) if update.optimizer is not None else {}
         for key, value in states.items():
             state |= _state(piece, master, key, value)
     for piece in training.sync.frozen:
         if piece.start < piece.end and leads(piece.axis):
-            state[f"model/{piece.name}"] = _slice(piece, piece.held)
+            state[f"model/{piece.name}"] = piece.part(piece.held)
     if first:
         for name, tensor in buffers(training):
             state[f"model/{name}"] = HeldPart(_flat(tensor), tuple(tensor.shape))
@@ -87,7 +87,7 @@ def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
         dtype = torch.float64 if isinstance(value, float) else None  # bool and int have their own
         return {f"number/{key}/{piece.name}": HeldPart(torch.tensor([value], dtype=dtype), (1,))}
     if isinstance(value, Tensor) and value.shape == master.shape and key != "step":
-        return {f"state/{key}/{piece.name}": _slice(piece, value)}
+        return {f"state/{key}/{piece.name}": piece.part(value)}
     if isinstance(value, Tensor) and value.numel() == 1:
         return {f"single/{key}/{piece.name}": HeldPart(_flat(value), (1,))}
     shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -96,11 +96,6 @@ def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
         "state cannot be divided among ranks, and so is not saved. Optimizers that keep a value an element work, such "
         "as torch.optim.AdamW or SGD."
     )
-
-
-def _slice(piece: Piece, tensor: Tensor) -> HeldPart:
-    whole = piece.shard.whole if piece.shard else tuple(piece.shape)
-    return HeldPart(_flat(tensor), whole, piece.start, piece.shard)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -149,7 +144,7 @@ def room_for(training: Training, saved: SavedParts) -> State:
 
 
 def _room(piece: Piece, dtype: torch.dtype) -> HeldPart:
-    return _slice(piece, torch.empty(piece.end - piece.start, dtype=dtype))
+    return piece.part(torch.empty(piece.end - piece.start, dtype=dtype))
 
 
 @torch.no_grad()
@@ -235,7 +230,7 @@ def _with_masters(training: Training, state: Returned) -> Returned:
         leads = sync.divided or piece.name in state
         if piece.start == piece.end or not leads or not training.axes.leads(but=piece.axis):
             continue
-        part = _slice(piece, training.update.masters.master_of(piece).cpu())
+        part = piece.part(training.update.masters.master_of(piece).cpu())
         parts |= dict.fromkeys(names[first_of[piece.name]], part)
     return {name: value for name, value in state.items() if first_of.get(name) not in trained} | parts
 

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.stage.shard import Shard
+from mpkit.strategies.stage.shard import HeldPart, Shard
 from mpkit.strategies.stage.stage import Stage
 
 __all__ = ["GradientSync", "Half", "Piece", "named_parameters"]
@@ -62,6 +62,11 @@ class Piece:
     shard: Shard | None = None
     partial: bool = False
     axis: str = ""
+
+    def part(self, tensor: Tensor) -> HeldPart:
+        """Return these elements' values in a tensor, such as a state of the optimizer, and where they lie."""
+        whole = self.shard.whole if self.shard else tuple(self.shape)
+        return HeldPart(tensor.detach().reshape(-1).contiguous(), whole, self.start, self.shard)
 
 
 class GradientSync:

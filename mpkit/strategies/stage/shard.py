@@ -165,9 +165,15 @@ class HeldPart(NamedTuple):
             shard = shard.across
         return tuple(self.whole), tuple(divided), self.start
 
+    def take(self, whole: Tensor) -> Tensor:
+        """Return these elements of a whole tensor, in one dimension."""
+        local = whole if self.shard is None else self.shard.take(whole)
+        return local.reshape(-1)[self.start : self.start + self.tensor.numel()]
+
 
 def put_together(parts: Sequence[HeldPart]) -> Tensor:
-    """Assemble the whole tensor from parts that together cover it; it is 0 where none does.
+    """Assemble the whole tensor from parts that together cover it; it is 0 where none does, and the last one's value
+    where several do.
 
     >>> put_together([HeldPart(torch.full((2,), float(i)), (2, 2), 2 * i) for i in range(2)])
     tensor([[0., 0.],

@@ -234,9 +234,5 @@ def _part_taker(piece: Piece) -> Take | None:
     shape = piece.held.shape
     if piece.shard is None and shape == piece.shape:
         return None
-
-    def take(whole: Tensor) -> Tensor:
-        local = whole if piece.shard is None else piece.shard.take(whole)
-        return local.reshape(-1)[piece.start : piece.end].view(shape)
-
-    return take
+    part = piece.part(piece.held)
+    return lambda whole: part.take(whole).view(shape)

@@ -36,7 +36,6 @@ from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks
-from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.replicas.tied import TiedWeights
@@ -167,9 +166,9 @@ class PipelineParallel(DividedModule):
         self._proof = proof
         if proof is not None:
             pieces = (*self._sync.pieces, *self._sync.frozen)
-            elements = {p.name: Elements(context.rank, p.name, p.start, None) for p in pieces}
+            parts = {piece.name: piece.part(piece.held) for piece in pieces}
             named = {piece.name: piece.parameter for piece in pieces}
-            proof.attach(job.what.model, HeldTensors(named, elements, proof.ranks), listens=False)
+            proof.attach(job.what.model, HeldTensors(named, parts, proof.ranks), listens=False)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -17,7 +17,7 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks
-from mpkit.strategies.proof.whole_step import Elements
+from mpkit.strategies.stage.shard import HeldPart
 from mpkit.strategies.wrappers.data_parallel import DataParallel
 from mpkit.strategies.wrappers.pipeline import PipelineParallel
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
@@ -76,13 +76,13 @@ def prove(
         NotSerial: on all ranks, in `optimizer.step()`: a step is not that of plain PyTorch.
     """
     _check(module, plain, steps)
-    inner, elements, shares = _look_inside(module, steps)
+    inner, parts, shares = _look_inside(module, steps)
     named = _same_parameters(inner, plain)
     shares = shares if tp is None else _ranks("mk.prove", tp)
     who, synchronizes = f"mk.prove({type(module).__name__})", _synchronizes(module)
     ranks, alone = _ranks(who, group), PlainModule(plain, dtype)
     proof = LoopProof(who, ranks, alone, steps, tp=shares, synchronizes=synchronizes)
-    proof.attach(inner, HeldTensors(named, elements, proof.ranks))
+    proof.attach(inner, HeldTensors(named, parts, proof.ranks))
     return proof
 
 
@@ -99,10 +99,10 @@ def _check(module: Any, plain: Any, steps: Any) -> None:
         )
 
 
-def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, Elements] | None, Ranks | None]:
+def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, HeldPart] | None, Ranks | None]:
     """Return the module within the wrappers, and of a divided one what this rank holds, and the ranks of the rest."""
     inner: nn.Module = module
-    elements: dict[str, Elements] | None = None
+    parts: dict[str, HeldPart] | None = None
     shares: Ranks | None = None
     while isinstance(inner, (DistributedDataParallel, ModuleWrapper)):
         if isinstance(inner, PipelineParallel):
@@ -111,10 +111,10 @@ def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, El
                 f"itself: mk.pipeline(module, ..., prove={steps})"
             )
         if isinstance(inner, TensorParallel):
-            elements = inner.held_elements()
+            parts = inner.held_parts()
             shares = Ranks("mk.prove", inner.holders.ranks, inner.holders.handle)
         inner = inner.module
-    return inner, elements, shares
+    return inner, parts, shares
 
 
 def _same_parameters(inner: nn.Module, plain: nn.Module) -> dict[str, nn.Parameter]:

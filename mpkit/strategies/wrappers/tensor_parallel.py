@@ -19,7 +19,6 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.prepare.checks import find_shared_memory, find_wrong_embedding, raise_rejection
-from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
@@ -57,12 +56,14 @@ class TensorParallel(DividedModule):
         """The ranks that hold the other parts, and this one."""
         return self._comm
 
-    def held_elements(self) -> dict[str, Elements]:
-        """Return where the elements that this rank updates lie in the module's parameters, by name."""
-        mine = self._shards[self._comm.index]
+    def held_parts(self) -> dict[str, HeldPart]:
+        """Return this rank's elements of the module's parameters, by name."""
+        mine, named = self._shards[self._comm.index], self.module.named_parameters()
         return {
-            name: Elements(self._comm.rank, name, 0, mine.get(name))
-            for name, _ in self.module.named_parameters()
+            name: HeldPart.of_shard(mine[name], p.detach())
+            if name in mine
+            else HeldPart(p.detach().reshape(-1), tuple(p.shape))
+            for name, p in named
         }
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
