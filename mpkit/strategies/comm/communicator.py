@@ -367,17 +367,11 @@ class Communicator:
         return self.irecv(buffer, src, tag).wait()
 
     def _next_message(self, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> CallNumber:
-        """Return the next message to or from a global rank, which takes its number in the channel.
-
-        Both ends know the channel as sender, receiver and tag: "0>4#F3".
-        """
-        wire = self.wire
+        """Return the next message to or from a global rank, which takes its number in the channel."""
         tag_number(tag)  # raises if the tag is malformed
-        src, dst = (wire.rank, other) if kind == Kind.SEND else (other, wire.rank)
-        channel = f"{src}>{dst}#{tag}"
-        number = wire.messages.get(channel, 0)
-        wire.messages[channel] = number + 1
-        call = None if wire.checks is None else wire.checks.message(channel, number, (src, dst), tensor)
+        channel, number, ends = self.wire.take_message(kind, other, tag)
+        checks = self.wire.checks
+        call = None if checks is None else checks.message(channel, number, ends, tensor)
         return CallNumber(kind, channel, number, other, call)
 
     # ---- groups ------------------------------------------------------------------------------------------

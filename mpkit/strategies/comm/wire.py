@@ -150,6 +150,16 @@ class Wire:
         finally:
             self.layer = self.what = ""
 
+    def take_message(self, kind: Kind, other: int, tag: int | str) -> tuple[str, int, tuple[int, int]]:
+        """Count a message to or from a global rank; return its channel, its number there, and the channel's ends.
+
+        Both ends know the channel as sender, receiver and tag: "0>4#F3".
+        """
+        ends = src, dst = (self.rank, other) if kind == Kind.SEND else (other, self.rank)
+        channel = f"{src}>{dst}#{tag}"
+        self.messages[channel] = self.messages.get(channel, 0) + 1
+        return channel, self.messages[channel] - 1, ends
+
     def issue(
         self,
         numbered: CallNumber,
@@ -181,11 +191,7 @@ class Wire:
         if call is not None:
             call.publish()
         # ---- start
-        if not waits:
-            with self._hide_from_watch(kind):
-                handle = start()
-            return Work(record, op, handle, result, where, -1, call)
-        waiting = record.begin(Kind.WAIT, ref=op, where=where)
+        waiting = record.begin(Kind.WAIT, ref=op, where=where) if waits else -1
         try:
             with self._hide_from_watch(kind):
                 handle = start()

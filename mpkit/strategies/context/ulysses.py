@@ -19,18 +19,14 @@ Transformer Models", 2023, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.tensor.operators import conjugate
 
 __all__ = ["ulysses_attention"]
-
-Exchange = Callable[[Tensor, Communicator], Tensor]
 
 
 def ulysses_attention(
@@ -74,7 +70,7 @@ def ulysses_attention(
     if k.shape[1] % n:  # a head of keys for several ranks
         k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))
     # ---- divide heads
-    q, k, v = (_Exchange.apply(x, group, divide_heads, divide_tokens) for x in (q, k, v))  # type: ignore[no-untyped-call]
+    q, k, v = (conjugate(group, x, divide_heads, divide_tokens) for x in (q, k, v))
     # ---- attend
     grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
@@ -82,8 +78,7 @@ def ulysses_attention(
         s = q.shape[2]
         attended(q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if is_causal else s * k.shape[2]))
     # ---- divide tokens
-    divided: Tensor = _Exchange.apply(out, group, divide_tokens, divide_heads)  # type: ignore[no-untyped-call]
-    return divided
+    return conjugate(group, out, divide_tokens, divide_heads)
 
 
 def _check_heads(q: Tensor, k: Tensor, n: int) -> None:
@@ -104,7 +99,7 @@ def _check_heads(q: Tensor, k: Tensor, n: int) -> None:
         )
 
 
-def divide_heads(x: Tensor, group: Communicator) -> Tensor:
+def divide_heads(group: Communicator, x: Tensor) -> Tensor:
     """Return this rank's heads of the whole sequence: [b, h, s/n, d] -> [b, h/n, s, d]."""
     parts = (
         x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
@@ -113,24 +108,10 @@ def divide_heads(x: Tensor, group: Communicator) -> Tensor:
     return whole
 
 
-def divide_tokens(x: Tensor, group: Communicator) -> Tensor:
+def divide_tokens(group: Communicator, x: Tensor) -> Tensor:
     """Return all heads of this rank's tokens: [b, h/n, s, d] -> [b, h, s/n, d]."""
     parts = (
         x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
     )  # [n, b, h/n, s/n, d], by the receiver
     tokens: Tensor = group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
     return tokens
-
-
-class _Exchange(torch.autograd.Function):
-    """One of these two exchanges; the gradient takes the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator, there: Exchange, back: Exchange) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradient, ctx.group), None, None, None

@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mpkit.common.torch_private import FakeTensor, _DropoutNd
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.experts import MixtureOfExperts, count_rows
 from mpkit.strategies.stage.shard import Shard
+from mpkit.strategies.tensor.operators import conjugate
 
 __all__ = [
     "check_experts_of",
@@ -196,17 +196,22 @@ def _forward(
     to, of = (list(map(sum, counts)) for counts in (sends, receives))
     token = order // chosen.shape[1]
     # ---- dispatch
-    rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
+    there, back = (partial(_exchange_rows, sends=a, receives=b) for a, b in ((to, of), (of, to)))
+    rows = conjugate(group, x.index_select(0, token), there, back)
     # ---- experts
     places = [place for counts in receives for place, count in enumerate(counts) for _ in range(count)]
     padded = F.pad(rows, (0, 0, 0, 0 if len(rows) else 1))  # without rows, experts compute one of zeros
     expert = torch.tensor(places or [0], dtype=chosen.dtype, device=rows.device)[:, None]
     made = compute(padded, expert, torch.ones_like(expert, dtype=weights.dtype))[: len(rows)]
     # ---- return
-    returned = _Exchange.apply(made, group, of, to)  # type: ignore[no-untyped-call]
+    returned = conjugate(group, made, back, there)
     # ---- combine
     weighted = returned * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
+
+
+def _exchange_rows(group: Communicator, rows: Tensor, *, sends: list[int], receives: list[int]) -> Tensor:
+    return group.all_to_all(rows.contiguous(), sends=sends, receives=receives)
 
 
 def _exchange_counts(
@@ -221,18 +226,3 @@ def _exchange_counts(
         sent = [even[i * here : (i + 1) * here] for i in range(n)]
         return sent, sent
     return sends.view(n, here).tolist(), receives.view(n, here).tolist()
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of their experts, or back; the gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Communicator, sends: list[int], receives: list[int]) -> Tensor:
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        return group.all_to_all(rows.contiguous(), sends=sends, receives=receives)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        back = ctx.group.all_to_all(gradient.contiguous(), sends=ctx.receives, receives=ctx.sends)
-        return back, None, None, None

@@ -187,9 +187,9 @@ class Communication:
         )  # of one that is not there, torch says so
         tag = args[operator.tag] if operator.tag >= 0 else 0
         if operator.tag >= 0:
-            name, number = self._message(kind, peer, tag)
+            name, number, ends = self._comm.wire.take_message(kind, peer, tag)
         else:
-            name, number = group.name, group.take_number()
+            name, number, ends = group.name, group.take_number(), (-1, -1)
         text, said = self._text(tensors) if tensors else "", self._annotations.innermost
         call, checks = None, self._checks
         if checks is not None and self._lines.is_direct and kind in _COMPARED and group.size > 1:
@@ -204,7 +204,7 @@ class Communication:
                 call = checks.collective(group.ranks, number, kind, tensor, peer, reduction, name_of_group)
                 text = call.text.replace(self._text([tensor]), text)
             elif peer >= 0:
-                call = checks.message(name, number, self._ends(kind, peer), tensor)
+                call = checks.message(name, number, ends, tensor)
         elif said:
             text = f"{said}: {text}"
         op = self._record.begin(
@@ -213,18 +213,6 @@ class Communication:
         if kind == Kind.ALL_TO_ALL and (parts := _uneven_parts(args, tensors)):
             self._record.note_parts(op, parts)
         return op, call
-
-    def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:
-        """Return the channel of a message, and its number there."""
-        messages, (src, dst) = self._comm.wire.messages, self._ends(kind, peer)
-        channel = f"{src}>{dst}#{tag}"
-        number = messages.get(channel, 0)
-        messages[channel] = number + 1
-        return channel, number
-
-    def _ends(self, kind: Kind, peer: int) -> tuple[int, int]:
-        """Return the sender and the receiver of a message."""
-        return (self._comm.rank, peer) if kind == Kind.SEND else (peer, self._comm.rank)
 
     def _group(self, boxed: Any) -> Communicator:
         """Return the communicator of a process group's ranks, which counts their collectives."""

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
-from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import leaves
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.counted import ELEMENTWISE, SummedMeans, as_pair
 from mpkit.strategies.models.hooks import backward_hooks, describe_wrappers
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.proof.attempt import Attempt
+from mpkit.strategies.proof.compare import say
 from mpkit.strategies.proof.parts import explain_parts
 from mpkit.strategies.proof.rounding import coarsest, distance, largest
 from mpkit.strategies.proof.step_gradients import Shares
@@ -63,29 +63,16 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
             continue
         if found:
             return found
-    likely = next(_suspects(job, says), "") or WORLD
+    likely = next(_suspects(job, says), "") or say("world")
     return likely + (
         f" (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else ""
     )
 
 
-WORLD = (
-    "The likely cause is something that is different on the ranks: this process has changed a library, a default or a "
-    "global that model or loss use, or they read something that each process has its own of. Put it into the model's "
-    "or the loss's own code, which travels to the ranks."
-)
-
-
 def cause_of_update(job: TrainJob, name: str) -> str:
     """Return the likely cause of a weight that is not serial although its gradient is."""
     divided = "part of each parameter" if job.plan.zero or job.plan.tp > 1 else "some of the parameters"
-    return (
-        f"Its gradient is right, so the optimizer makes something else of it. A rank's optimizer has {divided}, and "
-        "stand-ins for the rest: groups by a mark on a parameter, by its values or its identity, and updates that look "
-        "at more than an element's own gradient, are other ones there. What works: groups by name, "
-        f"optimizer=mk.optimizer.by_name(lambda named: ...), where this one is {name!r}; or "
-        f"mk.Plan.ddp({job.plan.ranks})"
-    )
+    return say("update", divided=divided, name=name, ranks=job.plan.ranks)
 
 
 def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -101,12 +88,7 @@ def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | N
     used = pair[0] if pair is not None else value
     if not (isinstance(used, Tensor) and used.requires_grad):
         return ""
-    return (
-        "The loss uses the model's parameters, or what a layer kept, by itself, besides the outputs. A rank has only a "
-        "part of the model, or computes it elsewhere. What works: weight decay in the optimizer, "
-        "torch.optim.AdamW(params, weight_decay=0.1), in place of a penalty; and what the loss needs of a layer among "
-        f"the model's outputs. Or a plan whose ranks hold the whole model: mk.Plan.ddp({job.plan.ranks})"
-    )
+    return say("parameters", ranks=job.plan.ranks)
 
 
 def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -118,11 +100,7 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
     if distance(loss, later) <= close(attempt) ** 2 * largest(loss) and _equal(attempt, first, second):
         return ""
     why = f"a step has {count} of them" if count > 1 else "recomputation does some twice"
-    return (
-        f"The model or the loss remembers something from one forward to the next (a counter, a list), and {why}. What "
-        "works: one micro-batch and recompute='none'; or what depends on the step is computed from the step, not from "
-        "how often a forward was called"
-    )
+    return say("memory", why=why)
 
 
 def _broadcast(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -134,11 +112,8 @@ def _broadcast(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | No
         one, other = given["input"].shape, getattr(given.get("target"), "shape", None)
         if function in ELEMENTWISE and other not in (None, one):
             count = torch.broadcast_shapes(one, other).numel()
-            return (
-                f"{function.__name__} is given outputs of shape {list(one)} and targets of shape {list(other)}, and "
-                f"makes {count} differences of them, between different samples too, which the parts of the batch do "
-                "not have. What works: targets of the outputs' shape, such as y.view_as(out)"
-            )
+            shapes = {"outputs": list(one), "targets": list(other)}
+            return say("broadcast", function=function.__name__, count=count, **shapes)
     return ""
 
 
@@ -153,7 +128,7 @@ def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) 
         serial = attempt.begin_again()
         change(serial.model)
         if _equal(attempt, attempt.run(serial)[1], gradients):
-            return f"The ranks computed in {name} mode, in which serial training is not."
+            return say("mode", mode=name)
     return ""
 
 
@@ -170,13 +145,10 @@ def _shares(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
     if not counts or all(abs(count - 1.0) <= near for count in counts):
         return ""
     if max(counts) - min(counts) <= near * max(1.0, max(counts)):
-        return f"All gradients are {counts[0]:.4g} times the serial ones: a sum in place of a mean, or the reverse."
+        return say("times", count=counts[0])
     if len(there) == 1:
-        return (
-            f"The gradients are those of part {there[0]} of the batch alone: the sum over parts is missing."
-        )
-    times = ", ".join(f"{count:.4g}" for count in counts)
-    return f"In the gradients the parts of the batch count {times} times, and not once each."
+        return say("one_part", part=there[0])
+    return say("parts", times=", ".join(f"{count:.4g}" for count in counts))
 
 
 def _equal(attempt: Attempt, ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
@@ -202,44 +174,16 @@ def _suspects(job: TrainJob, says: str) -> Iterator[str]:
     plan, model = job.plan, job.what.model
     hooks = (*job.what.parameter_hooks, *backward_hooks(model)) if plan.ranks * plan.microbatches > 1 else ()
     for hook in map(str, hooks):
-        yield (
-            f"{hook[0].upper()}{hook[1:]} sees the gradients of parts of the batch, and what it makes of them does not "
-            "add up to what it makes of the whole. What works: no such hook; max_grad_norm=1.0 in train() clips by the "
-            "norm of all gradients, and an optimizer whose step changes gradients has complete ones"
-        )
-    if plan.tp * plan.cp > 1:
-        yield from _wrappers(plan, model)
-    if plan.cp > 1:
-        yield (
-            f"With cp={plan.cp} a rank computes its part of each sequence, and only F.scaled_dot_product_attention "
-            "sees the other ranks' tokens. So the likely cause is a layer, or a loss, that looks at other tokens in "
-            "another way: a shift, a cumulative sum, a mean over the sequence, or its length. What works: such a look "
-            "by F.scaled_dot_product_attention; targets that are shifted in the data, and not in the loss; or cp=1, "
-            f"mk.Plan.ddp({plan.ranks})"
-        )
-    if plan.tp > 1:
-        yield _region(plan, model, says)
-
-
-def _wrappers(plan: Plan, model: nn.Module) -> Iterator[str]:
+        yield say("hook", hook=f"{hook[0].upper()}{hook[1:]}")
     part = "a part of each sequence" if plan.cp > 1 or plan.sequence_parallel else "a part of the features"
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if plan.tp * plan.cp > 1 else ():
         if (described := describe_wrappers(module, name)) is not None:
-            yield (
-                f"{described[0].upper()}{described[1:]} is given {part}, since ranks share layers and sequences. What "
-                "works: it on a module around whole transformer blocks or on the model, with cp=1; or a plan without "
-                f"tp and cp, such as mk.Plan.ddp({plan.ranks})"
-            )
-
-
-def _region(plan: Plan, model: nn.Module, says: str) -> str:
-    tensor = plan.tensor or find_tensor_plan(model)
-    region = next((r.entry for r in tensor.regions if f"{r.entry}." in says), None)
-    where = f" (here perhaps in Region(entry={region!r}))" if region is not None else ""
-    return (
-        f"Divided by its TensorPlan, {type(model).__name__} does not compute what it computes whole{where}. Between "
-        "column and row layers a forward may treat features or heads one by one only: fused projections take "
-        "sections=(1, 1, 1), attributes that count heads local=('num_heads',), arguments that are added after the row "
-        "layer apart=('residual',). mk.tensor.find_tensor_plan(model) is the plan to begin with; leave this region "
-        "out, or train with tp=1"
-    )
+            wrapper = f"{described[0].upper()}{described[1:]}"
+            yield say("wrapper", wrapper=wrapper, part=part, ranks=plan.ranks)
+    if plan.cp > 1:
+        yield say("tokens", cp=plan.cp, ranks=plan.ranks)
+    if plan.tp > 1:
+        tensor = plan.tensor or find_tensor_plan(model)
+        region = next((r.entry for r in tensor.regions if f"{r.entry}." in says), None)
+        where = f" (here perhaps in Region(entry={region!r}))" if region is not None else ""
+        yield say("region", model=type(model).__name__, where=where)

@@ -7,11 +7,15 @@ function `repeat(seed)` that returns its results by name, with other roundings i
 
 from __future__ import annotations
 
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import inf
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +25,7 @@ from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.proof.draws import SharedDraws
 from mpkit.strategies.proof.rounding import SPREADS, distance, largest
 
-__all__ = ["Difference", "Noise", "Results", "difference_in_words", "run_user_code", "same"]
+__all__ = ["Difference", "Noise", "Results", "difference_in_words", "run_user_code", "same", "say"]
 
 Results = Mapping[str, Tensor | None]
 """What a computation makes: gradients by the parameter's name, "buffer NAME", "output NUMBER", the loss by ""."""
@@ -154,6 +158,20 @@ def same(
                 f"The cause is unknown, since the step cannot be repeated to look for it: {one_line(error)}."
             )
     raise Difference(f"{what} is {difference_in_words(got, wanted)}", cause)
+
+
+@cache
+def _sentences() -> dict[str, str]:
+    return tomllib.loads(Path(__file__).with_name("causes.toml").read_text("utf-8"))
+
+
+def say(cause: str, **values: Any) -> str:
+    """Return the sentence of a cause, and of what works, with the values of the step (`causes.toml`).
+
+    >>> say("mode", mode="evaluation")
+    'The ranks computed in evaluation mode, in which serial training is not.'
+    """
+    return _sentences()[cause].format_map(values)
 
 
 def difference_in_words(got: Tensor, wanted: Tensor) -> str:

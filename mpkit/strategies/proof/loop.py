@@ -24,7 +24,7 @@ from mpkit.strategies.models.heard_draws import CannotReplay, ForwardDraws, Hear
 from mpkit.strategies.models.hooks import hooks_on, is_ours
 from mpkit.strategies.models.nested_values import flatten, is_opaque, rebuild
 from mpkit.strategies.proof.backwards import ModuleBackwards
-from mpkit.strategies.proof.compare import Difference, Noise, run_user_code, same
+from mpkit.strategies.proof.compare import Difference, Noise, run_user_code, same, say
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.plain_module import (
     CLOSE,
@@ -42,19 +42,6 @@ from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace.proof import number_steps, power
 
 __all__ = ["LoopProof"]
-
-SAME_MASK = (
-    "ranks draw the same random numbers for different samples, so they drop out the same elements. What works: "
-    "torch.manual_seed(rank) once the model is built"
-)
-ELSE = (
-    "It computed with other weights, buffers or random numbers, or depends on something that is not in the module: "
-    "the rank, a global, the process group."
-)
-STALE = (
-    "It computed with the weights from before the last update: the shards, or the copies that it computes with, are "
-    "stale, since nobody has gathered or sent them again after optimizer.step()."
-)
 
 
 class LoopProof:
@@ -384,23 +371,22 @@ class LoopProof:
             if training != was and self._plain.explains(seen, training=training):
                 return f"The wrapped module computed in {mode} mode."
         if self._weights_before and self._plain.explains(seen, weights=self._weights_before):
-            return STALE
-        return ELSE
+            return say("stale")
+        return say("other_forward")
 
     def _explain_outputs(self) -> None:
         """Add what only all ranks together know of the forwards: shared random numbers, and sums that are missing."""
         every = self.ranks.all((self._drew, self._wrong_output is not None))
         drew = [state for state, _ in every if state]
         if len(set(drew)) < len(drew):
-            self.ranks.findings.append(SAME_MASK)
+            self.ranks.findings.append(say("same_mask"))
         if not all(wrong for _, wrong in every) or self._wrong_output is None:
             return
         got, wanted = self._wrong_output
         total = self.ranks.mean(got.double()) * self.ranks.size
         if distance(total, wanted.double()) <= CLOSE * largest(wanted):
-            self.ranks.findings[-1] = self.ranks.findings[-1].removesuffix(ELSE) + (
-                "It is this rank's part of a sum: the reduction over the ranks is missing in the forward."
-            )
+            finding = self.ranks.findings[-1].removesuffix(say("other_forward"))
+            self.ranks.findings[-1] = finding + say("partial_sum")
 
     def _agree(self) -> None:
         active, self.active = self.active, False

@@ -21,14 +21,12 @@ from mpkit.strategies.loss.counted import as_pair
 from mpkit.strategies.models.heard_draws import GivenDraws
 from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.proof.attempt import ALL, Attempt
+from mpkit.strategies.proof.compare import say
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import distance, largest
 
 __all__ = ["explain_parts"]
 
-PAIR = "loss=lambda out, y: ((F.cross_entropy(out, y, reduction='none') * mask).sum(), mask.sum())"
-MEAN = "loss=mk.mean_loss(lambda out, y: F.cross_entropy(out.flatten(0, -2), y.flatten()))"
-WHOLE = "loss=mk.whole_batch_loss(your_loss)"
 Samples = Sequence[int]
 
 
@@ -86,7 +84,7 @@ def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
     if not loss_differs and not scalars:
         return _for_layer(plan, model, None, apart)
     if any(abs(float(leaf) - whole.loss) <= tolerance * abs(whole.loss) for leaf in scalars):
-        return _for_model_loss(plan)
+        return say("model_loss", plan=plan, parts=_parts(plan))
     is_sum = isclose(sum(each.loss for each in split), whole.loss, rel_tol=1e-4)
     return _for_loss(plan, is_sum, whole.loss, put_together, size)
 
@@ -193,37 +191,13 @@ def _parts(plan: Plan) -> str:
     return " and ".join(parts)
 
 
-def _for_loss(plan: Plan, is_sum: bool, whole: float, parts: float, samples: int) -> str:
-    figures = (
-        f"{plan} computes a batch in parts ({_parts(plan)}), and this loss of the batch is {whole:.6g}, but "
-        f"{parts:.6g} when put together from parts."
-    )
+def _for_loss(plan: Plan, is_sum: bool, whole: float, together: float, samples: int) -> str:
+    figures = say("figures", plan=plan, parts=_parts(plan), whole=whole, together=together)
     if is_sum:
-        return (
-            f"The loss is a sum over the samples. {figures} mpkit weights each part by its share of the samples, which "
-            "is right for a mean. Either the mean (reduction='mean', .mean()), or, for the gradients of the sum over a "
-            f"batch of {samples}: loss=lambda out, y: (your_loss(out, y), len(y) / {samples})"
-        )
+        return say("sum", figures=figures, samples=samples)
     one = ", with one micro-batch" if plan.microbatches > 1 else ""
-    works = f"{WHOLE}, which gathers all samples on every rank{one}" if plan.cp == 1 else f"{WHOLE}, and cp=1"
-    return (
-        "The loss is a mean over something else than samples (targets with ignore_index, class weights, a mask), or "
-        "it needs the whole batch: it compares samples with each other, or is no mean of theirs (a contrastive loss, "
-        f".std(), a root of a mean). {figures} What works for a mean: let the loss return (total, count), which are "
-        f"added up over all parts, so that it is the sum of totals / the sum of counts: {PAIR}. Around one of torch's "
-        f"losses mpkit does that itself: {MEAN}. What works for the whole batch: {works}; or Plan.serial()."
-    )
-
-
-def _for_model_loss(plan: Plan) -> str:
-    return (
-        f"The loss is computed within the model, and its parts do not add up to it. {plan} computes a batch in parts "
-        f"({_parts(plan)}), in which different numbers of targets count (ignore_index=-100), so that the parts' means "
-        "do not add up to the mean over the batch. What works: give the labels as targets, and compute the loss from "
-        "the logits: data=[(inputs, labels)], loss=mk.mean_loss(lambda out, y: "
-        "F.cross_entropy(out.logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())) for a causal language model; "
-        "without the shift for others."
-    )
+    works = f", which gathers all samples on every rank{one}" if plan.cp == 1 else ", and cp=1"
+    return say("loss", figures=figures, works=works)
 
 
 def _for_layer(plan: Plan, model: nn.Module, name: str | None, parameters: list[str]) -> str:
@@ -240,13 +214,5 @@ def _for_layer(plan: Plan, model: nn.Module, name: str | None, parameters: list[
         instead = f"Plan.naive_mp({plan.pp}), one micro-batch on {plan.pp} ranks, or Plan.serial()"
     if plan.tp > 1 and m == 1:
         instead = f"Plan.tp({plan.tp}), or Plan.serial()"
-    if not name:
-        instead += (
-            ". Where it compares samples, as CLIP does: let the model return what it makes of each (embeddings), and "
-            "compare them in loss=mk.whole_batch_loss(lambda out, y: ...)"
-        )
-    return (
-        f"{what}: a mean over the batch, a permutation of it, its length, or statistics of it. {plan} computes a batch "
-        f"in parts ({_parts(plan)}), so training would not be that of the whole batch. What works: a layer that sees "
-        f"each sample by itself (LayerNorm, GroupNorm), torch's BatchNorm, which mpkit synchronizes, or {instead}."
-    )
+    instead += "" if name else say("compares")
+    return say("layer", what=what, plan=plan, parts=_parts(plan), instead=instead)

@@ -18,22 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mpkit.errors import NotSerial
-from mpkit.strategies.proof.compare import difference_in_words
+from mpkit.strategies.proof.compare import difference_in_words, say
 from mpkit.strategies.runtime.evidence import digest_of
 from mpkit.strategies.stage.shard import HeldPart, put_together
 
 __all__ = ["HeldTensors", "Ranks", "kept", "local", "whole"]
-
-REPLICAS = (
-    "The ranks' optimizers or hooks have made different updates, a shard that one rank updates has not reached the "
-    "others, or a random number that is not the same on each rank decides something."
-)
-
-
-SEEDS = (
-    "The ranks have built other weights (another seed per rank), and this wrapper does not send the first rank's. What "
-    "works: torch.manual_seed(0) on every rank before the model is built; then torch.manual_seed(rank) for dropout"
-)
 
 
 class Ranks:
@@ -167,7 +156,8 @@ class Ranks:
             for one, other in zip(digests, first[1], strict=False):
                 differ = [name for name in one if name in other and one[name] != other[name]]
                 found += [
-                    (rank, f"{name} is not that of rank {self.ranks[0]}. {REPLICAS}") for name in differ[:1]
+                    (rank, f"{name} is not that of rank {self.ranks[0]}. {say('replicas')}")
+                    for name in differ[:1]
                 ]
         if found:
             rank, what = found[0]
@@ -247,7 +237,7 @@ class HeldTensors:
             if not torch.equal(before, plain[name].detach()):
                 self._ranks.findings.append(
                     f"{name}, once wrapped, is not what it is in rank {self._ranks.ranks[0]}'s plain module: an "
-                    f"element is {difference_in_words(plain[name], before)}. {SEEDS}"
+                    f"element is {difference_in_words(plain[name], before)}. {say('seeds')}"
                 )
                 return
 

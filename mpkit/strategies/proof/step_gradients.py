@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.proof.compare import Noise, difference_in_words
+from mpkit.strategies.proof.compare import Noise, difference_in_words, say
 from mpkit.strategies.proof.plain_module import Gradients, Received, wide
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks, local, whole
 from mpkit.strategies.proof.rounding import FEW, distance, largest
@@ -39,25 +39,6 @@ MANY = 64
 """The number of parts up to which shares are looked for."""
 
 Local = Mapping[str, Tensor | None]
-
-LOCAL_NORM = (
-    "So each rank has clipped by the norm of its own part, and not by that of all gradients. What works: "
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), which knows DTensors; model.clip_grad_norm_(1.0) of a "
-    "wrapper of mpkit's"
-)
-ELSE = (
-    "Outputs and buffers are equal, so the backward or the reduction over the ranks makes something else of it: a "
-    "checkpoint or an autograd.Function that looks at other ranks or at the whole batch. Without it the step is that "
-    "of plain PyTorch; or leave the proof out, if the difference is meant"
-)
-UNUSED = (
-    "A rank that does not use a parameter has to take part in its mean all the same, with zeros: "
-    "find_unused_parameters=True in torch's DDP"
-)
-PAST = (
-    "the loss uses the parameters by themselves, besides the module's outputs (a penalty); weight_decay of the "
-    "optimizer does the same, and is compared"
-)
 
 
 @dataclass
@@ -207,7 +188,7 @@ class StepComparison:
     def _explain(self, table: _Table) -> Verdict:
         """Look for the ranks and backwards of which the gradients are made."""
         if self._past_outputs():
-            return Verdict(why_not=PAST)
+            return Verdict(why_not=say("past"))
         own, ranks = self.step.own, self.ranks
         several = len(own) if len(own) * ranks.size <= MANY else 1
         first = table.gaps[0].name if table.gaps else ""
@@ -232,7 +213,7 @@ class StepComparison:
             solved = shares.solve()
             if solved and (words := explain_shares(solved, ranks.ranks, ranks.rank)):
                 return Verdict(f"{gap.says} {what} {words}.")
-        return Verdict(f"{gap.says} {UNUSED if gap.by == inf else ELSE}")
+        return Verdict(f"{gap.says} {say('unused' if gap.by == inf else 'other_backward')}")
 
     def _past_outputs(self) -> bool:
         """Return whether the parameters' gradients have a term besides the outputs', the same on all ranks."""
@@ -269,9 +250,8 @@ def _one(factors: Sequence[float]) -> bool:
 
 
 def _clipped(factors: Sequence[float], ranks: Ranks) -> str:
-    return (
-        f"all gradients were scaled by {factors[ranks.index]:.4g} before the step, and by "
-        f"{', '.join(f'{factor:.4g}' for factor in factors)} on the ranks. {LOCAL_NORM}"
+    return say(
+        "clipped", factor=factors[ranks.index], factors=", ".join(f"{factor:.4g}" for factor in factors)
     )
 
 

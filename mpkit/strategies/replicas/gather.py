@@ -224,25 +224,6 @@ class WholeParameters:
 # ---------------------------------------------------------------- hooks
 
 
-class ActionNeeds:
-    """What forwards need at the moment, or backwards.
-
-    Attributes:
-        begun: by site, autograd's count of nodes when the site's forward began, in the action's thread.
-        soon: being gathered ahead.
-        kept: not to be freed before the action has come to its next site.
-    """
-
-    def __init__(self, sites: int) -> None:
-        self.begun = [0] * sites
-        self.clear()
-
-    def clear(self) -> None:
-        """Need nothing more."""
-        self.soon: list[Flat] = []
-        self.kept: set[Flat] = set()
-
-
 class GatherHooks:
     """The hooks that gather parameters and free them.
 
@@ -260,7 +241,8 @@ class GatherHooks:
         self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
         # Indexed by site; each flat tensor once.
         self._needs = [list(dict.fromkeys(self._of[parameter] for parameter in site.uses)) for site in sites]
-        self._of_forward, self._of_backward = ActionNeeds(len(sites)), ActionNeeds(len(sites))
+        self._begun = [0] * len(sites)  # autograd's count of nodes when the latest forward of a site began
+        self._soon: list[Flat] = []  # being gathered ahead
         self._active: list[int] = []  # the sites whose forward is under way, outermost first
         self._until_the_end: set[Flat] = set()  # not to be freed before this backward ends
         self._all = False  # inside `gather_all`
@@ -268,11 +250,6 @@ class GatherHooks:
         self._whole = WholeParameters(flats, self._demand)
         for i, site in enumerate(sites):
             around_forward(site.module, partial(self._before_forward, i), partial(self._after_forward, i))
-
-    @property
-    def _now(self) -> ActionNeeds:
-        """The needs of the action that is running."""
-        return self._of_backward if _in_backward() else self._of_forward
 
     # ---- forward ------------------------------------------------------------------------------------------
 
@@ -285,7 +262,7 @@ class GatherHooks:
                 "whose tensors zero=3 cannot gather the layer's parameters. What works: zero=2, which keeps them "
                 "whole; or to call the layer on the whole batch"
             )
-        self._now.begun[i] = _get_sequence_nr()
+        self._begun[i] = _get_sequence_nr()
         if _in_backward():  # a checkpoint recomputes its forward
             self._have(i)
             return
@@ -306,11 +283,11 @@ class GatherHooks:
             if not self._active:
                 self._order.end()
             self._follow_views(i, module, tensors)
-            self._keep(self._now.soon)
+            self._keep(self._soon)
         self._order.has_backward[i] = False
         for tensor in tensors:
             # An input that the module returns unchanged is the output of another module.
-            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._now.begun[i]:
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._begun[i]:
                 self._order.has_backward[i] = True
                 tensor.register_hook(partial(self._before_backward, i))
 
@@ -368,11 +345,10 @@ class GatherHooks:
         """Free what the backward used last."""
         self.goes_back = False
         self._until_the_end.clear()
-        self._of_backward.clear()
         self._active.clear()
         self._order.end()
-        self._of_forward.clear()
-        self._free()
+        self._soon = []
+        self._keep(())
 
     def gather_stage(self, stage: int) -> None:
         """Gather all that a stage of the model uses, and keep it whole until `after_backward`."""
@@ -386,25 +362,18 @@ class GatherHooks:
 
     def _go_to(self, i: int, soon: Iterable[int]) -> None:
         """Gather site i's parameters, start with those of `soon`, and free all but these and those under way."""
-        self._now.soon = [flat for at in soon for flat in self._needs[at]]
-        self._keep((*self._needs[i], *self._now.soon))
+        self._soon = [flat for at in soon for flat in self._needs[at]]
+        self._keep((*self._needs[i], *self._soon))
         self._have(i)
 
     def _have(self, i: int) -> None:
         """Gather site i's parameters beside those that are whole already."""
-        self._whole.gather(self._needs[i], soon=self._now.soon)
+        self._whole.gather(self._needs[i], soon=self._soon)
 
     def _keep(self, flats: Iterable[Flat]) -> None:
-        """Free all flat tensors but these and those that are needed still."""
-        self._of_forward.kept, self._of_backward.kept = set(), set()
-        self._now.kept = set(flats)
-        self._free()
-
-    def _free(self) -> None:
-        """Free all flat tensors but those that the sites under way need, and those that the actions keep."""
+        """Free all flat tensors but these, those that the sites under way need, and those that stay to the end."""
         under_way = (flat for i in self._active for flat in self._needs[i])
-        kept = self._of_forward.kept | self._of_backward.kept | self._until_the_end
-        self._whole.free_all_but(kept.union(under_way))
+        self._whole.free_all_but({*flats, *under_way, *self._until_the_end})
 
     @contextmanager
     def gather_all(self) -> Iterator[None]:

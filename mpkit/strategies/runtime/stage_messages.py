@@ -48,24 +48,20 @@ class StageMessages:
         self._skips: dict[Place, list[Work]] = {}
         self._loss_sends: list[Work] = []  # sends of the loss, likewise
 
-    def set_output(self, way: str, route: Route, m: int, tensors: tuple[Tensor, ...]) -> None:
-        """Pass on what one end of a route made: to a stage on this rank, at once as a skip, or when SEND runs.
+    def set_outputs(self, way: str, m: int, made: Iterable[tuple[Route, tuple[Tensor, ...]]]) -> None:
+        """Pass on what an action made, each along its route: to a stage here, at once as a skip, or when SEND runs.
 
         Args:
             way: "F" for the source's outputs, "B" for their gradients, which go back.
         """
-        place = sender, receiver = _ends(way, route)
-        if self._rank_of[receiver] == self._rank_of[sender]:
-            self._here[way, *place, m] = tensors
-        elif _is_skip(route):
-            self._skips[way, *place, m] = self._start(way, route, m, tensors)
-        else:
-            self._outgoing[way, *place, m] = tensors
-
-    def set_outputs(self, way: str, m: int, made: Iterable[tuple[Route, tuple[Tensor, ...]]]) -> None:
-        """Pass on all that an action made, each along its route."""
         for route, tensors in made:
-            self.set_output(way, route, m, tensors)
+            place = sender, receiver = _ends(way, route)
+            if self._rank_of[receiver] == self._rank_of[sender]:
+                self._here[way, *place, m] = tensors
+            elif _is_skip(route):
+                self._skips[way, *place, m] = self._start(way, route, m, tensors)
+            else:
+                self._outgoing[way, *place, m] = tensors
 
     def send_outputs(self, way: str, routes: Iterable[Route], m: int) -> None:
         """Start sending what was set for these routes (SEND_F, SEND_B)."""

@@ -63,6 +63,11 @@ class Piece:
     partial: bool = False
     axis: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the model's whole parameter, in its shape."""
+        return self.shard is None and self.held.shape == self.shape
+
     def part(self, tensor: Tensor) -> HeldPart:
         """Return these elements' values in a tensor, such as a state of the optimizer, and where they lie."""
         whole = self.shard.whole if self.shard else tuple(self.shape)

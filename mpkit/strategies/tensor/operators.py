@@ -28,10 +28,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.communicator import Communicator
 
 __all__ = [
+    "conjugate",
     "f",
     "f_bar",
     "g",
@@ -93,7 +95,7 @@ def _suggest_length(s: int, t: int) -> str:
 
 def f(group: Communicator, x: Tensor) -> Tensor:
     """Enter a region; the gradients of x are partial sums, one per rank."""
-    return _conjugate(group, x, _identity, _sum)
+    return conjugate(group, x, _identity, _sum)
 
 
 def g(group: Communicator, y: Tensor) -> Tensor:
@@ -103,12 +105,12 @@ def g(group: Communicator, y: Tensor) -> Tensor:
 
 def f_bar(group: Communicator, x: Tensor) -> Tensor:
     """Enter a region: [b, s/t, h] -> [b, s, h]."""
-    return _conjugate(group, x, join_sequence, reduced_sequence)
+    return conjugate(group, x, join_sequence, reduced_sequence)
 
 
 def g_bar(group: Communicator, y: Tensor) -> Tensor:
     """Leave a region: [b, s, h], a partial sum -> [b, s/t, h]."""
-    return _conjugate(group, y, reduced_sequence, join_sequence)
+    return conjugate(group, y, reduced_sequence, join_sequence)
 
 
 def scatter(group: Communicator, x: Tensor) -> Tensor:
@@ -117,12 +119,12 @@ def scatter(group: Communicator, x: Tensor) -> Tensor:
     Raises:
         ValueError: t does not divide s.
     """
-    return _conjugate(group, x, part_of_sequence, join_sequence)
+    return conjugate(group, x, part_of_sequence, join_sequence)
 
 
 def gather(group: Communicator, x: Tensor) -> Tensor:
     """Leave what is divided by sequence: [b, s/t, h] -> [b, s, h]."""
-    return _conjugate(group, x, join_sequence, part_of_sequence)
+    return conjugate(group, x, join_sequence, part_of_sequence)
 
 
 def gather_features(group: Communicator, y: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -147,7 +149,7 @@ def _sum(group: Communicator, dx: Tensor) -> Tensor:
     return group.all_reduce(dx.contiguous())
 
 
-def _conjugate(group: Communicator, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+def conjugate(group: Communicator, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
     """Apply an operator: one exchange in the forward, its conjugate in the backward."""
     return _Conjugate.apply(group, x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -159,6 +161,7 @@ class _Conjugate(torch.autograd.Function):
         return forward(group, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor, None, None]:
         return None, ctx.exchange(ctx.group, dx), None, None
 

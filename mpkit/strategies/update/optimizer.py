@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from mpkit.common.torch_private import DisableTorchFunctionSubclass
 from mpkit.common.tracebacks import public
+from mpkit.strategies.stage.shard import HeldPart
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
 
 __all__ = [
@@ -118,18 +119,15 @@ def empty_whole(whole: WholeParameter, device: torch.device | None) -> Tensor:
     return torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape)
 
 
-Take = Callable[[Tensor], Tensor]
-
-
 class UpdatedPart(NamedTuple):
     """The part of a parameter that one rank updates.
 
     Attributes:
-        take: selects this part of a tensor that has the whole parameter's shape; None if `parameter` is the whole one.
+        part: where it lies in the whole parameter; None if `parameter` is the whole one.
     """
 
     parameter: nn.Parameter
-    take: Take | None = None
+    part: HeldPart | None = None
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ def _stand_in_for(whole: WholeParameter, held: UpdatedPart | None, device: torch
     """Return what the user's function is given for a parameter."""
     if whole.original is not None:
         return whole.original
-    return stand_in(whole, device) if held is None or held.take is not None else held.parameter
+    return stand_in(whole, device) if held is None or held.part is not None else held.parameter
 
 
 @contextmanager
@@ -271,7 +269,7 @@ def _standing_in(
         kinds = [type(parameter) for parameter, _ in originals]
         for parameter, each in originals:
             part = held.get(each.name)
-            if part is not None and part.take is None:
+            if part is not None and part.part is None:
                 parameter.data = part.parameter.data
             else:
                 parameter.data = empty_whole(each, device)
@@ -298,9 +296,9 @@ def _divide(group: dict[str, Any], parts: Mapping[int, UpdatedPart | None]) -> N
 
 def _part(value: Any, part: UpdatedPart, shape: torch.Size) -> Any:
     """Return this rank's slice of an initial state that has the full parameter's shape; keep others."""
-    if part.take is None or not isinstance(value, Tensor) or value.shape != shape or not value.dim():
+    if part.part is None or not isinstance(value, Tensor) or value.shape != shape or not value.dim():
         return value
-    return part.take(value).clone()
+    return part.part.take(value).view(part.parameter.shape).clone()
 
 
 class SeveralOptimizers(Optimizer):

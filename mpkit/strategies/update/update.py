@@ -28,7 +28,7 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.stage.gradient_sync import GradientSync, Piece
 from mpkit.strategies.update.master_weights import Masters
-from mpkit.strategies.update.optimizer import AVERAGE, Take, UpdatedPart, WholeParameter, make_optimizer
+from mpkit.strategies.update.optimizer import AVERAGE, UpdatedPart, WholeParameter, make_optimizer
 from mpkit.trace.record.hooks import watch_optimizer
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ class Update:
         self, job: TrainJob, whole: Sequence[WholeParameter], first_names: Mapping[str, str]
     ) -> torch.optim.Optimizer | None:
         """Make the user's optimizer for this rank's pieces, grouped as the whole model's."""
-        held = {
-            first_names[piece.name]: UpdatedPart(self.masters.master_of(piece), _part_taker(piece))
-            for piece in self._sync.pieces
-        }
+        held = {}
+        for piece in self._sync.pieces:
+            part = None if piece.is_whole else piece.part(piece.held)
+            held[first_names[piece.name]] = UpdatedPart(self.masters.master_of(piece), part)
         if job.plan.precision != "full":  # masters are in 32 bits
             whole = [w._replace(dtype=torch.float32) if w.dtype.is_floating_point else w for w in whole]
         optimizer = make_optimizer(job.how.optimizer, whole, held)
@@ -227,12 +227,3 @@ class Update:
         if isfinite(self.norm) and factor < 1.0:
             for gradient in gradients.values():
                 gradient.mul_(factor)
-
-
-def _part_taker(piece: Piece) -> Take | None:
-    """Return a function that takes the piece's part of a whole tensor, or None where the piece is all of it."""
-    shape = piece.held.shape
-    if piece.shard is None and shape == piece.shape:
-        return None
-    part = piece.part(piece.held)
-    return lambda whole: part.take(whole).view(shape)
