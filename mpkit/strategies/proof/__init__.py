@@ -2,6 +2,7 @@
 
     rounding         how far two correct results may be apart
     compare          whether two tensors are the same; if in doubt by repeating their computation with other roundings
+    causes.toml      the sentences that say why a step differs, and what works
     draws            the random numbers that the ranks drew, for the plain computation to use
 
 Of a run, while its ranks train, in a thread of the caller's process:
