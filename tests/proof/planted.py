@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpkit.strategies.compute.stage_forward import StageForward
 from mpkit.strategies.job.feed import Feed
-from mpkit.strategies.models.randomness import Randomness
 from mpkit.strategies.replicas.ddp import DDP
 from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.replicas.zero import Zero
@@ -140,14 +140,14 @@ def lost_buffers(rank: int) -> None:
 
 def shared_draws(rank: int) -> None:
     """All replicas and micro-batches draw the same numbers."""
-    original = Randomness.draws
+    original = StageForward.draws
 
-    def draws(self: Any, step: int, microbatch: int, others: Any) -> Any:
-        made = original(self, step, 0, others)
-        object.__setattr__(made, "place", (self.seed, step, 0, 0))
+    def draws(self: Any, m: int, inputs: Any) -> Any:
+        made = original(self, m, inputs)
+        object.__setattr__(made, "place", (*made.place[:2], 0, 0))
         return made
 
-    Randomness.draws = draws  # type: ignore[method-assign]
+    StageForward.draws = draws  # type: ignore[method-assign]
 
 
 def stale(rank: int) -> None:

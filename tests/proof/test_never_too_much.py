@@ -108,10 +108,10 @@ class Seeds(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["before", "within"])
-def test_a_seed_within_a_forward_is_rejected(clusters: Clusters, how: str) -> None:
+def test_a_seed_within_a_forward_stops_the_run(clusters: Clusters, how: str) -> None:
     for plan in (DDP, mk.Plan.serial(), mk.Plan.gpipe(2, 2)):
         with pytest.raises(
-            ValueError, match=r"sets the seed of torch's random numbers \(torch.manual_seed\)"
+            mk.errors.MpkitError, match=r"sets the seed of torch's random numbers \(torch.manual_seed\)"
         ):
             train(clusters, net(Seeds(how)), plan)
 

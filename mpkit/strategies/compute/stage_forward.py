@@ -28,7 +28,7 @@ from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.counted import MeanLoss, Quotient, SummedMeans, as_pair, shares
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
-from mpkit.strategies.models.randomness import Draws, OtherDraws, Randomness
+from mpkit.strategies.models.randomness import Draws, OtherDraws
 from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.partition.value import Boundary
 from mpkit.strategies.stage.partitioned_stage import PartitionedStage
@@ -141,8 +141,7 @@ class StageForward:
         self.computes_loss = stage.number == len(job.where.stages) - 1
         self._dtype = PRECISIONS.get(job.plan.precision)
         self._own = stage.sharded.draws
-        replica = job.plan.mesh.place(context.rank).dp
-        self._randomness = Randomness(job.how.seed, replica, context.device, self._own)
+        self._replica = job.plan.mesh.place(context.rank).dp
         self.attention = attention
         self.others: OtherDraws | None = None
         self.facts: StepFacts | None = None
@@ -185,7 +184,8 @@ class StageForward:
         given = leaves(self._microbatches[m].inputs) or leaves(inputs)  # a stage in the middle has no data
         if given:
             self._own.tokens |= dict.fromkeys(self._own.around, tuple(given[0].shape[:2]))
-        return self._randomness.draws(self._step, m, self.others)
+        place = self._job.how.seed, self._step, self._replica, m
+        return Draws(place, self._device, self._own, self.others)
 
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""

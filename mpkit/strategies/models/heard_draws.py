@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mpkit.common.torch_private import TorchDispatchMode
-from mpkit.strategies.models.randomness import OtherDraws
+from mpkit.errors import MpkitError
+from mpkit.strategies.models.randomness import SEEDED, OtherDraws, is_users_seed
 
 __all__ = ["CannotReplay", "ForwardDraws", "GivenDraws", "HeardDraws", "draws_numbers"]
 
@@ -66,7 +67,8 @@ class HeardDraws(TorchDispatchMode):
 
     Args:
         into: receives a copy of each operator's draws, in order: a mask, noise, or numbers.
-        heard: learns whether Python looks at a tensor's value; None: nobody does.
+        heard: learns whether Python looks at a tensor's value, and lets layers draw from no seed of their own; None:
+            nobody does.
 
     >>> import torch
     >>> heard = []
@@ -89,6 +91,12 @@ class HeardDraws(TorchDispatchMode):
         if self._heard is not None and name == "_local_scalar_dense":
             self._heard.decides = True
         if draws_numbers(func):
+            if (
+                self._heard is not None
+                and self._heard.others.is_looking
+                and is_users_seed(torch.initial_seed())
+            ):
+                raise MpkitError(SEEDED)  # also where the state is restored afterwards (fork_rng)
             drawn = made[1] if isinstance(made, tuple) else made
             self._into.append(drawn.detach().clone())
         return made

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import _disable_current_modes
 
-__all__ = ["ForwardSpan", "KeptSpans", "OwnDraws", "TokenDraws", "drawn_by", "spans_at"]
+__all__ = ["ForwardSpan", "KeptSpans", "OwnDraws", "TokenDraws", "drawn_by", "generators_of", "spans_at"]
 
 
 class ForwardSpan(NamedTuple):
@@ -152,7 +152,7 @@ class OwnDraws:
                 del self._open[i:]
                 break
         outside, inside = [], []
-        for generator in _generators(device):
+        for generator in generators_of(device):
             state = generator.get_state()
             digest = blake2b(_bytes(state) + name.encode(), digest_size=8).digest()
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -228,7 +228,8 @@ class OwnDraws:
             self._open[:], self.tokens = before
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators that a forward on a device draws from: the host's, and the GPU's."""
     generators = [torch.default_generator]
     if device.type == "cuda":  # in a dry run the device may not exist
         generators += torch.cuda.default_generators[device.index or 0 :][:1]

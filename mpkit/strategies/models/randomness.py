@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.models.own_draws import OwnDraws
+from mpkit.strategies.models.own_draws import OwnDraws, generators_of
 
 __all__ = [
     "Draws",
     "OtherDraws",
     "RandomState",
-    "Randomness",
+    "is_users_seed",
     "may_draw",
     "preserve_random_state",
     "seed_all",
@@ -54,11 +54,22 @@ SEEDED = (
 )
 
 
+def is_users_seed(seed: int) -> bool:
+    """Return whether a seed may be the user's: those of layers and of spans are hashes of 63 bits."""
+    return seed < 2**32
+
+
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of one micro-batch on its way through the layers."""
+    """The random numbers of one micro-batch on its way through the layers.
 
-    generators: tuple[torch.Generator, ...]
+    Attributes:
+        place: the training's seed, the step, the replica, which has other samples than the others, and the micro-batch.
+        device: the device of the rank.
+        own: where the rank draws other numbers than those with which it shares samples.
+        others: learns of draws that are not torch's; None: nobody wants to know.
+    """
+
     place: tuple[int, int, int, int]
     device: torch.device
     own: OwnDraws
@@ -71,27 +82,25 @@ class Draws:
         if self.others is not None:
             self.others.end()
         seed = seed_of(*self.place, layer=layer)
-        for generator in self.generators:
+        for generator in generators_of(self.device):
             generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         if self.others is not None:
             self.others.begin(self.place)
         self.own.enter(spans, self.device)
-        self._latest[:] = [self.generators[0].initial_seed()]
+        self._latest[:] = [torch.initial_seed()]
 
     def check_seed(self) -> None:
         """Check that the layer that has begun set no seed by itself."""
-        seed = self.generators[0].initial_seed()
-        if (
-            self._latest and seed != self._latest[0] and seed < 2**32
-        ):  # those of layers and spans are hashes of 63 bits
+        seed = torch.initial_seed()
+        if self._latest and seed != self._latest[0] and is_users_seed(seed):
             raise MpkitError(SEEDED)
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
         """Restore the random state afterwards, so that layers draw inside without changing it."""
-        states = [generator.get_state() for generator in self.generators]
+        states = [(generator, generator.get_state()) for generator in generators_of(self.device)]
         try:
             yield
             self.check_seed()
@@ -100,32 +109,8 @@ class Draws:
             self.own.leave()
             if self.others is not None:
                 self.others.end()
-            for generator, state in zip(self.generators, states, strict=True):
+            for generator, state in states:
                 generator.set_state(state)
-
-
-@dataclass(frozen=True)
-class Randomness:
-    """The source of a rank's `Draws`.
-
-    Attributes:
-        seed: the seed of the training.
-        replica: the replica that the rank belongs to, which has other samples than the others.
-        device: the device of the rank.
-        own: where the rank draws other numbers than those with which it shares samples.
-    """
-
-    seed: int
-    replica: int
-    device: torch.device
-    own: OwnDraws = field(default_factory=OwnDraws)
-
-    def draws(self, step: int, microbatch: int, others: OtherDraws | None = None) -> Draws:
-        """Return the random numbers for a micro-batch; `others` learns of those that are not torch's."""
-        generators: tuple[torch.Generator, ...] = (torch.default_generator,)
-        if self.device.type == "cuda":
-            generators += (torch.cuda.default_generators[self.device.index or 0],)
-        return Draws(generators, (self.seed, step, self.replica, microbatch), self.device, self.own, others)
 
 
 @dataclass(frozen=True)
@@ -214,6 +199,11 @@ class OtherDraws:
         self.drawn = False
         self.places: set[tuple[int, int, int, int]] = set()
         self._start: RandomState | None = None
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether a layer has begun."""
+        return self._start is not None
 
     def begin(self, place: tuple[int, int, int, int]) -> None:
         """Look from here on, in a layer of the micro-batch with this place."""

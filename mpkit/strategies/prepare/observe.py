@@ -13,8 +13,8 @@ On fake tensors one of several layers that are alike, such as the blocks of a tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.chain import layers_of, repeated_blocks
-from mpkit.strategies.models.heard_draws import draws_numbers
 from mpkit.strategies.models.nested_values import flatten, rebuild
-from mpkit.strategies.models.randomness import SEEDED
 from mpkit.strategies.partition.value import Boundary, LayerNumbers
 from mpkit.strategies.partition.walk import HOOKS
 from mpkit.strategies.prepare.arguments import CROSS_ENTROPY
@@ -97,16 +95,13 @@ def of_wide_outputs(loss: Loss) -> Loss:
 
 
 class Operators(Meter):
-    """A meter that also doubts dtypes, and notices draws from torch's generator after another seed was set.
+    """A meter that also doubts dtypes.
 
     Fake tensors accept dtypes that real ones refuse, such as a product of float64 with float32. Where an operator is
     given several dtypes that it may not accept together, it raises, so that the real run decides.
 
     Args:
         on_fakes: whether the tensors are fake.
-
-    Attributes:
-        seeded: whether numbers were drawn from a seed of the user's.
     """
 
     ALIKE = ("linear", "mm", "addmm", "bmm", "baddbmm", "native_layer_norm", "native_group_norm")
@@ -114,7 +109,7 @@ class Operators(Meter):
 
     def __init__(self, on_fakes: bool) -> None:
         super().__init__()
-        self.on_fakes, self.seeded = on_fakes, False
+        self.on_fakes = on_fakes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,30 +122,7 @@ class Operators(Meter):
                 raise TypeError(f"{name} of several dtypes")
         elif self.on_fakes and name in self.INDEXED and args[1].dtype != torch.int64:
             raise TypeError(f"{name} of targets {args[1].dtype}")
-        self.seeded = self.seeded or (_is_users(torch.initial_seed()) and draws_numbers(func))
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-OWN_SEED = 0x6D706B6974
-"""The seed during a dry run: one that nobody else sets."""
-
-
-def _is_users(seed: int) -> bool:
-    """Return whether a seed was set by the user's code: those of divided layers (`own_draws`) are hashes of 63 bits."""
-    return seed != OWN_SEED and seed < 2**32
-
-
-@contextmanager
-def _own_seed(operators: Operators) -> Iterator[None]:
-    """Give torch's generator a seed of its own inside the block, and refuse a seed that is set there."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(OWN_SEED)
-    try:
-        yield
-        if operators.seeded or _is_users(torch.initial_seed()):
-            raise ValueError(SEEDED)
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def _walk(
@@ -165,7 +137,7 @@ def _walk(
     calls: list[tuple[Flops, list[Tensor], list[Tensor], Hashable]] = []
     alike: dict[Hashable, tuple[int, Any]] = {}  # by kind, the first such layer, and what it made
     value: Any = inputs
-    with torch.enable_grad(), _own_seed(operators), Attentions(operators), attention(), operators:
+    with torch.enable_grad(), Attentions(operators), attention(), operators:
         for i, (name, layer) in enumerate(layers):
             given, leaves = cut_off(value)
             boundary = Boundary.from_output(given)
