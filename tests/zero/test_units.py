@@ -223,9 +223,6 @@ def batch(width: int = 8, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(samples, width).double(), torch.randn(samples, width).double())]
 
 
-# ---- in a training -----------------------------------------------------------------------------------------------
-
-
 # ---- the plan ----------------------------------------------------------------------------------------------------
 
 

@@ -4,13 +4,8 @@
 //   play    played.js
 //   show    the times as spans in the panel's store, and the figures
 
-/** Begin; `look` as for a panel, `data` from views/page/trial.py: {schedules, words, columns, keys}. */
-export function showTrial(section, look, data) {
-  return new Trial(section, look, data, true);
-}
-
 class Trial {
-  /** `linked`: whether the page's address holds what is set. */
+  /** `look` as for a panel; `data` from views/page/trial.py: {schedules, words, columns, keys}; `linked`: whether the page's address holds what is set. */
   constructor(section, look, data, linked) {
     this.section = section;
     this.data = data;
