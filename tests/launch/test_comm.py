@@ -166,6 +166,14 @@ def test_mistakes_teach(cluster: mk.Cluster) -> None:
     for text, (_, says) in zip(said, MISTAKES, strict=True):
         assert re.search(f"(?s){says}", text)
 
+    def in_a_group(ctx):  # type: ignore[no-untyped-def]
+        ctx.comm.all_reduce(torch.ones(1), group=ctx.comm.group([0, 1]))
+
+    with pytest.raises(
+        mk.RankFailed, match=r"pair = ctx.comm.group\(\[0, 1\]\), and pair.all_reduce\(tensor\)"
+    ):
+        cluster.run(in_a_group)
+
 
 def exchange_rows(ctx, group, numbers):  # type: ignore[no-untyped-def]
     """Rank i of the group sends `numbers[i][j]` rows to rank j, each with both their places in it."""

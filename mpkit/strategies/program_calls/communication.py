@@ -18,6 +18,7 @@ Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of d
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -319,6 +320,16 @@ class ComparedFunction:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, context: Context, *args: Any) -> Any:
-        """Call the function on this rank."""
-        with compare_calls(context.comm):
-            return self.function(context, *args)
+        """Call the function on this rank. A collective that is given a group says how a group is called."""
+        try:
+            with compare_calls(context.comm):
+                return self.function(context, *args)
+        except TypeError as error:
+            if call := re.match(
+                r"Communicator\.(\w+)\(\) (takes|got an unexpected keyword argument 'group')", str(error)
+            ):
+                error.args = (
+                    f"{error}. A collective is among the ranks of the communicator that is called: "
+                    f"pair = ctx.comm.group([0, 1]), and pair.{call[1]}(tensor) on its ranks",
+                )
+            raise
