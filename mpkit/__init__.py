@@ -11,14 +11,12 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from mpkit.common.display import look_in
 from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.common.tracebacks import public
 from mpkit.strategies.comm.release import free_groups
 
 __version__ = "0.1.0"
 
-look_in("mpkit.views.renderers")
 # Registered here, before a program registers anything of its own, which therefore runs earlier and has its groups.
 atexit.register(free_groups)
 

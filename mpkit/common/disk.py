@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,14 +43,12 @@ def full_disk(error: OSError, folder: str | os.PathLike[str], needed: int | None
 
 
 @contextmanager
-def name_full_disk(
-    folder: str | os.PathLike[str], needed: Callable[[], int] | int | None = None
-) -> Iterator[None]:
+def name_full_disk(folder: str | os.PathLike[str], needed: int | None = None) -> Iterator[None]:
     """Raise `full_disk` in place of the system's error.
 
     Args:
         folder: the folder that is written to.
-        needed: the bytes needed, or a function that counts them, called only if there is no space.
+        needed: the bytes needed, if known.
 
     Raises:
         OSError: there is no space.
@@ -60,7 +58,7 @@ def name_full_disk(
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise full_disk(error, folder, needed() if callable(needed) else needed) from None
+        raise full_disk(error, folder, needed) from None
 
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:

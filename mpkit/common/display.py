@@ -1,7 +1,7 @@
 """How a result shows itself, without knowing which code draws it.
 
 Results lie below the views, and import none of them. A view is found by the name of the result's class and the
-requested form ("text", "svg", "figure", ...), in a table that the package itself names (`mpkit.views.renderers`).
+requested form ("text", "svg", "figure", ...), in a table that maps both to a renderer, as "module:function".
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.disk import write_whole
@@ -30,19 +31,11 @@ __all__ = [
     "draw",
     "image",
     "in_notebook",
-    "look_in",
     "write_text",
 ]
 
-_tables: list[str] = []
-
-
-def look_in(module: str) -> None:
-    """Add this module's table `RENDERERS` to those that are searched; it is imported when something is drawn.
-
-    The table maps the name of a class and a form to a renderer, as "module:function".
-    """
-    _tables.append(module)
+RENDERERS = "mpkit.views.renderers"
+"""The module of the table, which is imported when something is drawn."""
 
 
 def draw(result: Any, form: str, *args: Any, **options: Any) -> Any:
@@ -65,19 +58,15 @@ def draw(result: Any, form: str, *args: Any, **options: Any) -> Any:
         return drawn(result, *args, **options)
     chart, charted = _renderer(names, "chart"), _renderer(("Chart",), form)
     if chart is None or charted is None:
-        raise LookupError(f"nobody draws a {names[0]} as {form}: {', '.join(_tables)} has no such renderer")
+        raise LookupError(f"nobody draws a {names[0]} as {form}: {RENDERERS} has no such renderer")
     return charted(chart(result), *args, **options)
 
 
 @cache
 def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any] | None:
-    for table in map(import_module, _tables):
-        for name in names:
-            if place := table.RENDERERS.get(name, {}).get(form):
-                module, _, function = place.partition(":")
-                renderer: Callable[..., Any] = getattr(import_module(module), function)
-                return renderer
-    return None
+    table = import_module(RENDERERS).RENDERERS
+    place = next((row[form] for name in names if form in (row := table.get(name, {}))), None)
+    return None if place is None else resolve_name(place)
 
 
 class DrawnResult:

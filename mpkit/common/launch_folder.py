@@ -53,14 +53,13 @@ class Settings:
         ranks: the world size.
         device: "cpu", "cuda" or another kind of accelerator.
         backend: "gloo" or "nccl".
-        devices: the number of GPUs that the ranks share (0 on CPUs).
         threads: torch's threads per rank.
         path, cwd, argv: sys.path, the current folder and sys.argv of the launching process.
         sources: source lines of code that is in no file (notebook cells), for tracebacks.
         layers: record every layer, not only every action.
         environment: variables that have changed since the fork server was started; None for those that were removed.
         compares: compare each communication with its peers' calls.
-        numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] is 0, 1, 2 and so on.
+        numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] on CPUs.
         secret: what signs the objects that ranks send each other; under a launcher the session's does.
         port: a free port on the loopback interface, for a program that opens a store of its own.
         logging: levels of loggers, and the format (`mpkit.launch.process.payload`).
@@ -69,7 +68,6 @@ class Settings:
     ranks: int
     device: str
     backend: str
-    devices: int
     threads: int
     path: list[str]
     cwd: str

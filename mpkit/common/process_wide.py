@@ -2,11 +2,14 @@
 
 Random states, warnings' filters, torch's threads and sys.stdout belong to the process. Two threads that each change and
 restore them would restore what the other has changed, for good. So whoever does that holds `LOCK`. `Replacements` are
-attributes of other modules and classes that are replaced for a while.
+attributes of other modules and classes that are replaced for a while. And: how many cores this process may use, and its
+memory closed to other processes of the same user.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 import warnings
@@ -15,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["LOCK", "Replacements", "silent"]
+__all__ = ["LOCK", "Replacements", "cores", "make_undumpable", "silent"]
 
 
 class Replacements:
@@ -112,3 +115,28 @@ class _StreamBeforeThread:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+# ---- what the system says of this process, and is told ------------------------------------------------------------
+
+
+def cores() -> int:
+    """Return the number of cores that this process may run on, which containers and `taskset` limit.
+
+    >>> 1 <= cores() <= os.cpu_count()
+    True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def make_undumpable() -> None:
+    """Close this process's memory and open files to other processes of this user, and to children (Linux only).
+
+    Without it, any process of the same user may open `/proc/PID/mem` and `/proc/PID/fd`. Root still may. Children
+    inherit it until they call exec. The process writes no core dump.
+    """
+    if sys.platform == "linux":
+        pr_set_dumpable = 4
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_dumpable, 0, 0, 0, 0)

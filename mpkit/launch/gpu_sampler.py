@@ -35,8 +35,7 @@ NOT_SAMPLED = "GPUs were not sampled (utilisation, memory in use)"
 
 def gpus_of(settings: Settings) -> list[str]:
     """Return the UUID or bus id of each rank's GPU; "" where it is not known."""
-    inventory = inventory_of("cuda")
-    numbers = settings.numbers or list(range(settings.devices))
+    inventory, numbers = inventory_of("cuda"), settings.numbers
     if inventory is None:
         return [""] * settings.ranks
     return [inventory.devices[numbers[rank % len(numbers)]].identity for rank in range(settings.ranks)]

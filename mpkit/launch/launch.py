@@ -87,6 +87,39 @@ class RankLaunch:
             self._trace = trace
         return trace
 
+    def poll(self, wait: float) -> bool:
+        """Process what happens within `wait` seconds and return whether the launch is over."""
+        raise NotImplementedError
+
+    def work(self) -> None:
+        """Let the ranks do their work, and return when the launch is over."""
+        self.finish()
+
+    def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
+        """Poll until the launch is over; an exception meanwhile (Ctrl-C, an unreadable trace) ends the ranks first."""
+        try:
+            while not self.poll(pause):
+                tick()
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def kill(self) -> None:
+        """Kill all ranks without waiting; what they recorded stays. Any thread may call this."""
+        raise NotImplementedError
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Kill all ranks, unless the launch is over: then it stays what it was. Any thread may call this.
+
+        Args:
+            error: the error that the launch ends with; None: the user ended it.
+        """
+        if error is not None and self.error is None:
+            ended = f"the thread that follows the ranks was ended by {type(error).__name__}"
+            self.error = error if isinstance(error, Exception) else MpkitError(ended)
+        if not self.has_ended:
+            self.kill()
+
     def raise_error(self) -> None:
         """Raise the error of the launch, if there is one.
 
@@ -156,7 +189,7 @@ class Launch(RankLaunch):
         self._output = OutputReader(self.folder, self.ranks)
         self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout)
         self._polling = threading.RLock()
-        self._looked = 0.0
+        self._looked, self._looking = 0.0, False  # a look polls while it asks ranks where they are
         self._stopped_since: float | None = None  # when the fork server was found stopped
         self._killed_at: float | None = None
         self._sampler.start(self.folder)
@@ -170,21 +203,13 @@ class Launch(RankLaunch):
         with self._polling:
             if not self.has_ended:
                 self._take_events(wait)
-            if not self.has_ended and time.monotonic() - self._looked > LOOK_EVERY:
-                self._looked = time.monotonic()
-                self._look()
+            if not self.has_ended and not self._looking and time.monotonic() - self._looked > LOOK_EVERY:
+                self._looked, self._looking = time.monotonic(), True
+                try:
+                    self._look()
+                finally:
+                    self._looking = False
         return self.has_ended
-
-    def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
-        """Poll until the launch is over; an exception meanwhile (Ctrl-C, an unreadable trace) ends the ranks first."""
-        try:
-            while not self.poll(pause):
-                tick()
-        except BaseException as error:
-            self.end(error)
-            raise
-
-    work = finish
 
     def _take_events(self, wait: float) -> None:
         for event in self._fork_server.events(wait):
@@ -203,11 +228,6 @@ class Launch(RankLaunch):
                 MpkitError("the process that ranks are started from did not answer; it has been ended")
             )
 
-    def goes_on(self, wait: float) -> bool:
-        """Handle events for some seconds, and return whether the launch goes on."""
-        self._take_events(wait)
-        return not self.has_ended
-
     def _look(self) -> None:
         stopped = is_stopped(self._fork_server.pid)
         self._stopped_since = (self._stopped_since or self._looked) if stopped else None
@@ -224,7 +244,7 @@ class Launch(RankLaunch):
             self._show(self._output.lines())
 
     def say(self, line: str) -> None:
-        """Show a line of this process's own."""
+        """Show a line where the ranks' output is shown."""
         self._show([line])
 
     def _show(self, lines: Iterable[str]) -> None:
@@ -251,36 +271,24 @@ class Launch(RankLaunch):
     def give_up(self) -> None:
         """End all ranks as hung, with a report of which rank waits where. For `poll` and its callers."""
         error = self.hangs.verdict(self)
-        if error is not None:
+        if error is not None:  # the launch has not ended while the ranks were asked where they are
             self.error = error
             self._kill_ranks()
 
     # ---- end ----------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """Kill all ranks without waiting; what they recorded stays. Any thread may call this."""
+        """Kill all ranks, and what they have started."""
         self.stopped = True
         self._kill_ranks()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Kill all ranks and return when they have exited and the cluster can be used again. Any thread may call this.
-
-        Args:
-            error: the error that the launch ends with; None: the user ended it.
-        """
-        if error is not None and self.error is None:
-            ended = f"the thread that follows the ranks was ended by {type(error).__name__}"
-            self.error = error if isinstance(error, Exception) else MpkitError(ended)
-        self.kill()
-        while not self.has_ended:
-            if self._polling.acquire(timeout=LOOK_EVERY):  # otherwise the polling thread handles it
-                try:
-                    if self.has_ended:
-                        return
-                    if self.goes_on(0.05) and not self._fork_server.own_pid:  # it imports torch still
-                        self._force(None)
-                finally:
-                    self._polling.release()
+        """Kill all ranks, and return when they have exited and the cluster can be used again."""
+        with self._polling:
+            super().end(error)
+            while not self.poll(0.05):
+                if not self._fork_server.own_pid:  # it imports torch still
+                    self._force(None)
 
     def _kill_ranks(self) -> None:
         if self._killed_at is None:

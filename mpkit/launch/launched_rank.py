@@ -260,9 +260,9 @@ class LaunchedRank(RankLaunch):
                 records = keep(self.folder)
                 self._end_process(error, f"\nThese ranks' records are here: mk.Trace.load({str(records)!r})")
 
-    def goes_on(self, wait: float) -> bool:
-        """Return whether the launch goes on after some seconds."""
-        return not self._over.wait(wait)
+    def poll(self, wait: float) -> bool:
+        """Return whether the launch is over, after some seconds at most."""
+        return self._over.wait(wait)
 
     def say(self, line: str) -> None:
         """Show a line: rank 0 where the run shows its own, other nodes on standard error."""
@@ -308,19 +308,6 @@ class LaunchedRank(RankLaunch):
         name = self._launcher.names[self._launcher.rank]
         error = self.error or MpkitError(f"this run was stopped on {name}")
         threading.Thread(target=self._end_process, args=(error,), name="mpkit-end", daemon=True).start()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """End all ranks with an error, or because the user wants it."""
-        if isinstance(error, Exception) and self.error is None:
-            self.error = error
-        if not self.has_ended:
-            self.kill()
-
-    def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until the launch is over, in another thread than the one that works."""
-        tick()
-        while not self._over.wait(pause):
-            tick()
 
     # ---- outcome --------------------------------------------------------------------------------------------
 

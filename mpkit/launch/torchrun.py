@@ -3,7 +3,7 @@
 torch joins the processes, and the launcher ends all when one fails. mpkit adds what neither does:
 
     tell      what each process says of itself, in torch's store: hosts, devices, what it asks for
-    same      all processes ask for the same, or all raise the same error before anything starts
+    same      all processes ask for the same, or all raise the same error before anything starts (`agree_on_job`)
     clock     how far each node's clock is from rank 0's, so that the traces of all nodes have one clock
     leave     a process that ends says so, and nobody waits for it in vain
 
@@ -15,27 +15,34 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import hashlib
 import json
 import os
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from mpkit.common.exceptions import report
 from mpkit.common.torch_private import _get_default_store
 from mpkit.devices.local import gpus
-from mpkit.devices.local.choose import DeviceChoice
-from mpkit.devices.local.table import row_of
+from mpkit.devices.local.choose import DeviceChoice, row_of
+from mpkit.devices.placement_notes import spans_nodes
 from mpkit.errors import MpkitError
 from mpkit.launch.place import LauncherPlace, place_here
 
-__all__ = ["Launcher", "interface_to"]
+if TYPE_CHECKING:
+    from mpkit.strategies.prepare.prepare import TrainJob
+
+__all__ = ["Launcher", "agree_on_job", "interface_to"]
 
 T = TypeVar("T")
 
@@ -55,7 +62,7 @@ class Launcher:
         place: this process among all.
         hosts, nodes: the host and the node of each rank.
         names: the ranks in words, for messages.
-        devices: by rank, its device in words (`mpkit.devices.local.table.DeviceRow`); [] on CPUs.
+        devices: by rank, its device in words (`mpkit.devices.local.choose.DeviceRow`); [] on CPUs.
         backend: the backend that suits all processes; that of the process group if there is one already.
         broken: whether a launch has failed: its ranks may wait in its collectives still.
 
@@ -83,9 +90,8 @@ class Launcher:
             self.names[rank] = f"rank {rank} of {self.ranks} on {host}{which}"
         _check_alike(told, self.nodes, self.names)
         self.devices: list[list[str]] = [each["row"] for each in told if each["row"]]
-        self.backend = "nccl" if _all_alone(told, self.nodes) else "gloo"
-        if dist.is_initialized():
-            self.backend = dist.get_backend()
+        own: str = "nccl" if _all_alone(told, self.nodes) else "gloo"
+        self.backend: str = dist.get_backend() if dist.is_initialized() else own
 
     @property
     def first(self) -> int:
@@ -213,11 +219,53 @@ class Launcher:
         return tuple(self.tell(best)[self.first]) if firsts else best
 
 
+# ---- what all processes must have in common ------------------------------------------------------------------------
+
 REMEDIES = {
     "weights": "the model is made with other random numbers on each rank: torch.manual_seed(0) before it is made",
     "data": "the batches are not the same on each rank: make them with a seed, the whole batch on every rank; mpkit "
     "gives each rank its share (no DistributedSampler)",
 }
+
+
+def agree_on_job(launcher: Launcher | None, make_job: Callable[[], TrainJob]) -> TrainJob:
+    """Return the job; under a launcher, once all processes have found that they ask for the same.
+
+    Which steps are drawn to be verified, rank 0 decides. Warn if the plan's features work against each other, and in
+    rank 0's process if tensor parallelism spans nodes.
+    """
+    from mpkit.strategies.prepare.prepare import warn_if_unwise
+
+    if launcher is None:
+        job = make_job()
+        warn_if_unwise(job.plan)
+        return job
+    job = launcher.same("this training", make_job, _facts_in_common)
+    job = replace(job, how=replace(job.how, verified=tuple(launcher.tell(job.how.verified)[0])))
+    plan, nodes = job.plan, launcher.nodes
+    warn_if_unwise(plan)
+    words = spans_nodes(plan.mesh.groups("tp"), nodes.__getitem__, max(Counter(nodes).values()))
+    if launcher.rank == 0 and plan.tp > 1 and words:
+        report(f"{plan!r}: {words}")
+    return job
+
+
+def _facts_in_common(job: TrainJob) -> dict[str, Any]:
+    """Return what every process has to ask for alike; otherwise replicas would begin with other weights, say."""
+    weights = hashlib.sha256()
+    for name, tensor in job.what.model.state_dict().items():
+        if hasattr(tensor, "detach"):
+            values = tensor.detach().cpu().contiguous()
+            values = values.double() if values.is_floating_point() else values
+            weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.numpy().tobytes())
+    facts = {
+        "plan": str(job.plan), "steps": job.how.steps, "seed": job.how.seed, "weights": weights.hexdigest(),
+    }  # fmt: skip
+    if len(job.what.batches):
+        from mpkit.strategies.data.digest import data_digest
+
+        facts["data"] = data_digest(*job.what.batches[0])
+    return facts
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ FIRST, SECOND = FakeNvml().recording
 
 
 def settings(ranks: int = 2, **more: object) -> Settings:
-    base = Settings(ranks, "cuda", "nccl", 2, 1, [], "", [], {})
+    base = Settings(ranks, "cuda", "nccl", 1, [], "", [], {}, numbers=[0, 1])
     return replace(base, **more)
 
 

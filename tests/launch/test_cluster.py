@@ -295,3 +295,10 @@ def assert_all_differ(drawn: list[dict[str, str]]) -> None:
 
 def test_ranks_draw_other_numbers_than_each_other_and_than_in_the_call_before(cluster: mk.Cluster) -> None:
     assert_all_differ([draw for _ in range(2) for draw in cluster.run(draws)])
+
+
+def test_to_end_what_has_finished_leaves_its_results(clusters: Clusters) -> None:
+    launch = clusters(1).launch(lambda ctx: ctx.rank, ())
+    launch.finish()
+    launch.end()
+    assert not launch.stopped and launch.results() == [0]

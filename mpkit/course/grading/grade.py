@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from mpkit.common.process_wide import make_undumpable
 from mpkit.common.safe_text import visible
-from mpkit.common.this_process import make_undumpable
 from mpkit.course.grading.grader import Grader
 from mpkit.course.grading.grades import Grade, GradeStore, key_of, totals
 from mpkit.course.grading.report import GradeReport

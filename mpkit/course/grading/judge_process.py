@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from mpkit.common.this_process import make_undumpable
+from mpkit.common.process_wide import make_undumpable
 from mpkit.course.catalogue import ExerciseEntry, find, solution_folders
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.judge import judge

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from mpkit.common.this_process import cores
+from mpkit.common.process_wide import cores
 from mpkit.launch.process.processes import cpu_seconds
 
 __all__ = ["FairClock"]

@@ -1,4 +1,4 @@
-"""Which rank gets which device: a function of what was asked and of what there is.
+"""Which rank gets which device: a function of what was asked and of what there is; and the table that says so.
 
 What is asked: `devices=[2, 0]` (numbers as torch counts them), `"cuda:1"`, `["xpu:0", "xpu:1"]`, `"cuda"` for all of a
 kind, `["cpu"] * 4`. Ranks default to one per device; more ranks than devices share them in turn.
@@ -7,13 +7,22 @@ kind, `["cpu"] * 4`. Ranks default to one per device; more ranks than devices sh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import Any, NamedTuple
 
-from mpkit.devices.local.gpus import KINDS, Inventory
+from mpkit.common.safe_text import escape, visible
+from mpkit.common.table import table_html, table_text
+from mpkit.common.units import memory_text
+from mpkit.devices.local import gpus
+from mpkit.devices.local.gpus import KINDS, Inventory, LocalDevice
+from mpkit.errors import ArgumentError
+from mpkit.plan.kinds import whole
 
-__all__ = ["DeviceChoice", "choose"]
+__all__ = [
+    "DeviceChoice", "DeviceRow", "check_ranks", "choose", "devices_html", "devices_text", "place_ranks", "row_of",
+]  # fmt: skip
 
 LIKE = "such as mk.Cluster(devices=[2, 0]) or mk.Cluster(devices='cuda:1')"
 ALSO = {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
@@ -153,3 +162,116 @@ def _explain_missing(said: str, number: int, there: Inventory) -> str:
         else f"such as devices={list(range(min(2, count)))}"
     )
     return f"{said} names {there.kind}:{number}, and torch sees {count}: {only} ({there.decided_by}); {meant}"
+
+
+# ---- the ranks of a Cluster ----------------------------------------------------------------------------------------
+
+MOST_RANKS = 256
+"""The most processes per machine; a larger number is taken for a typing error."""
+
+
+def check_ranks(ranks: Any) -> int:
+    """Return the number of ranks if this machine can run so many."""
+    number = whole(ranks)
+    if number is None or number < 1:
+        raise ValueError(
+            f"Cluster(ranks={ranks!r}): a number of processes, 1 or more, such as mk.Cluster(ranks=4)"
+        )
+    if number > MOST_RANKS:
+        raise ValueError(
+            f"Cluster(ranks={ranks}) would start {ranks} processes on this machine; up to {MOST_RANKS} are allowed. "
+            "mk.simulate draws larger pipelines without processes."
+        )
+    return number
+
+
+def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
+    """Return the devices of a Cluster's ranks, and how many ranks there are.
+
+    Raises:
+        ArgumentError: neither the number of ranks nor the devices are given.
+        ValueError: there is no such device here, there can be no such number of ranks, or both do not fit.
+    """
+    if devices is not None and device != "auto":
+        raise ValueError(
+            f"Cluster(device={device!r}, devices={devices!r}): give one of both; devices= names them one by one, such "
+            "as mk.Cluster(devices=[2, 0]), and device= is the kind of all of them"
+        )
+    number = None if ranks is None else check_ranks(ranks)
+    count = 0
+    if devices is None and device in ("auto", "cuda"):
+        import torch
+
+        count = torch.cuda.device_count()  # this starts no CUDA context
+    if devices is None and (count or device in ("auto", "cpu")):
+        chosen = DeviceChoice("cuda" if count else "cpu", tuple(range(count)), number)
+    else:
+        named = ("device", device) if devices is None else ("devices", devices)
+        chosen = choose(named[1], number, gpus.inventory_of, named[0])
+        there = gpus.inventory_of(chosen.kind) if chosen.numbers else None
+        for note in there.notes if there is not None else ():
+            print(f"mpkit: {note}")
+    if chosen.ranks is None:
+        raise ArgumentError(
+            "mk.Cluster() lacks ranks. Such as:\n    mk.Cluster(ranks=4)\n"
+            "(Without a number it is the ranks that torchrun, srun or mpirun have started, and none of these has.)"
+        )
+    check_ranks(chosen.ranks)
+    return chosen
+
+
+# ---- the table of ranks and their devices that a Cluster prints ----------------------------------------------------
+
+HEAD = ("rank", "device", "name", "UUID or bus id", "memory")
+COLUMNS = range(len(HEAD))
+"""All of words."""
+
+
+class DeviceRow(NamedTuple):
+    """A rank's device, in words."""
+
+    device: str
+    name: str
+    identity: str
+    memory: str
+
+
+def row_of(chosen: DeviceChoice, rank: int, inventory: Inventory | None) -> DeviceRow:
+    """Return the row of a rank, which is its number on its node where a launcher has started it.
+
+    >>> pair = Inventory("cuda", tuple(LocalDevice(i, "T4", f"GPU-{i}a", memory=15 << 30) for i in range(2)))
+    >>> row_of(DeviceChoice("cuda", (1, 0)), 0, pair)
+    DeviceRow(device='cuda:1', name='T4', identity='GPU-1a', memory='15.0 GiB')
+    """
+    there = inventory.devices if inventory is not None else ()
+    number = chosen.number_of(rank)
+    device = there[number] if number < len(there) else LocalDevice()
+    memory = memory_text(device.memory) if device.memory else "?"
+    name = "mps" if chosen.kind == "mps" else f"{chosen.kind}:{number}"
+    return DeviceRow(name, device.name or "?", device.identity or "?", memory)
+
+
+Told = Sequence[Sequence[str]] | None
+"""The rows of all ranks where a launcher has started them."""
+
+
+def devices_text(chosen: DeviceChoice, ranks: int, told: Told = None) -> str:
+    """Return the table as text; below it, which variable decided and what may surprise."""
+    rows, below = _table(chosen, ranks, told)
+    return visible("\n".join([*table_text(rows, COLUMNS), *below]))
+
+
+def devices_html(chosen: DeviceChoice, ranks: int, told: Told = None) -> str:
+    """Return the same as HTML."""
+    rows, below = _table(chosen, ranks, told)
+    return f"{table_html(rows, COLUMNS)}<p>{'<br>'.join(map(escape, below))}</p>"
+
+
+def _table(chosen: DeviceChoice, ranks: int, told: Told) -> tuple[list[Sequence[str]], list[str]]:
+    """Return the rows, the first of which has the heads, and the lines below them."""
+    inventory = gpus.inventory_of(chosen.kind)
+    each = told or [row_of(chosen, rank, inventory) for rank in range(ranks)]
+    rows: list[Sequence[str]] = [HEAD, *((str(rank), *row) for rank, row in enumerate(each))]
+    if inventory is None:
+        return rows, []
+    return rows, [f"decided by: {inventory.decided_by}", *inventory.notes]

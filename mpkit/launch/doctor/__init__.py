@@ -3,6 +3,5 @@
 probe        facts of this machine as plain data: what NVML, the system and torch say
 doctor       what `mk.doctor()` does, and short measurements on ranks
 rules        whether something holds, and with which numbers; findings.toml has the words
-variables    those of nccl and its surroundings, explained; variables.csv has them
-report       what `mk.doctor()` returns; the common issues of a guide, of which topics.toml has the steps
+report       what `mk.doctor()` returns; the common issues of a guide (topics.toml), nccl's variables (variables.csv)
 """

@@ -11,6 +11,8 @@ from statistics import quantiles
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import wire_factor
@@ -18,7 +20,6 @@ from mpkit.errors import MpkitError
 from mpkit.launch.doctor.probe import Facts, probe
 from mpkit.launch.doctor.report import CheckupReport, Topic, find_topic
 from mpkit.launch.doctor.rules import findings
-from mpkit.launch.doctor.variables import table
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -61,14 +62,11 @@ def doctor(topic: str | None = None, *, quick: bool = False) -> CheckupReport:
 
 
 def judge(facts: Facts, topic: Topic | None = None, *, seconds: float = 0.0) -> CheckupReport:
-    """Return the report that follows from facts."""
-    found, explained = findings(facts), []
-    if topic is not None and topic.name == "variables":
-        found = [each for each in found if each.subject == "variables"]
-        explained = [each for each in table().values() if each.meaning]
-    elif topic is not None:
-        found = [each for each in found if topic.name in each.topics]
-    return CheckupReport(tuple(found), topic, tuple(explained), facts["composed"], seconds)
+    """Return the report that follows from facts; of a topic with the findings that belong to it."""
+    found = findings(facts)
+    if topic is not None:
+        found = [each for each in found if topic.name in (*each.topics, each.subject)]
+    return CheckupReport(tuple(found), topic, seconds)
 
 
 def measure(gpus: int) -> Facts:
@@ -117,7 +115,5 @@ def _time_calls(ctx: Context) -> list[Spans]:
 
 
 def _seconds(by_rank: list[Spans]) -> float:
-    times = [
-        max(end for _, end in call) - max(start for start, _ in call) for call in zip(*by_rank, strict=True)
-    ]
-    return float(quantiles(times, n=10)[0])
+    begun, done = np.array(by_rank).max(0).T
+    return float(quantiles((done - begun).tolist(), n=10)[0])

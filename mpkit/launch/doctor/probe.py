@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mpkit.common.this_process import cores
+from mpkit.common.process_wide import cores
 
 __all__ = ["Facts", "ask_nvml", "probe", "torch_build"]
 
@@ -43,7 +43,6 @@ Facts: TypeAlias = dict[str, Any]
     environment  the environment variables
     measured     {"ranks", "backend", "latency" (seconds of a message of 4 bytes), "nbytes" (of a large one),
                  "bandwidth" and "all_reduce" (bytes per second of these, the latter on the wire)}; or {"why": text}
-    composed     where the facts are from if not from this machine
 """
 
 NEAR = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # by nvmlGpuTopologyLevel_t
@@ -55,11 +54,11 @@ NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 def probe(limit: float = 10.0) -> Facts:
     """Ask this machine; it takes `limit` seconds at most."""
     return {
-        "nvml": ask_nvml(limit), "memory": _memory(), "cpus": cores(), "share": _cpu_share(), "load": _load(),
-        "shm": _shm(), "limits": _limits(), "interfaces": [name for _, name in socket.if_nameindex()],
+        "nvml": ask_nvml(limit), "memory": _memory(), "cpus": cores(), "share": _cpu_share(),
+        "load": _ask_system(lambda: os.getloadavg()[0]), "shm": _ask_system(_shm), "limits": _limits(),
+        "interfaces": [name for _, name in socket.if_nameindex()],
         "infiniband": Path("/sys/class/infiniband").is_dir(),
-        "torch": torch_build(), "environment": dict(os.environ), "composed": "",
-        "measured": {"why": "left out (quick)"},
+        "torch": torch_build(), "environment": dict(os.environ), "measured": {"why": "left out (quick)"},
     }  # fmt: skip
 
 
@@ -108,11 +107,16 @@ def torch_build() -> Facts:
 # ---- the system --------------------------------------------------------------------------------------------------
 
 
-def _read(path: str) -> str:
+def _ask_system(question: Callable[[], Any]) -> Any:
+    """Return the answer; None where this system does not have it."""
     try:
-        return Path(path).read_text()
+        return question()
     except OSError:
-        return ""
+        return None
+
+
+def _read(path: str) -> str:
+    return _ask_system(Path(path).read_text) or ""
 
 
 def _memory() -> list[int] | None:
@@ -130,18 +134,8 @@ def _cpu_share() -> float | None:
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
 
 
-def _load() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
-
-
-def _shm() -> list[int] | None:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return None
+def _shm() -> list[int]:
+    usage = shutil.disk_usage("/dev/shm")
     return [usage.total, usage.free]
 
 
@@ -196,7 +190,6 @@ def facts_by_nvml() -> Facts:
 def _gpu(nvml: Any, ask: Callable[..., Any], handle: Any) -> Facts:
     memory, busy = ask(nvml.nvmlDeviceGetMemoryInfo, handle), ask(nvml.nvmlDeviceGetUtilizationRates, handle)
     compute = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    bus = getattr(ask(nvml.nvmlDeviceGetPciInfo, handle), "busId", b"")
     rates, down = [], []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = ask(nvml.nvmlDeviceGetNvLinkState, handle, link)
@@ -206,7 +199,7 @@ def _gpu(nvml: Any, ask: Callable[..., Any], handle: Any) -> Facts:
             down.append(link)
     return {
         "name": ask(nvml.nvmlDeviceGetName, handle) or "unknown", "uuid": ask(nvml.nvmlDeviceGetUUID, handle) or "",
-        "bus_id": bus.decode() if isinstance(bus, bytes) else str(bus),
+        "bus_id": _bus_id(ask(nvml.nvmlDeviceGetPciInfo, handle)),
         "memory": getattr(memory, "total", 0), "used": getattr(memory, "used", 0),
         "busy": getattr(busy, "gpu", None), "compute": list(compute) if compute else None,
         "lanes": ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
@@ -217,18 +210,19 @@ def _gpu(nvml: Any, ask: Callable[..., Any], handle: Any) -> Facts:
     }  # fmt: skip
 
 
+def _bus_id(place: Any) -> str:
+    bus = getattr(place, "busId", "")
+    return bus.decode() if isinstance(bus, bytes) else str(bus)
+
+
 def _links_between(
     nvml: Any, ask: Callable[..., Any], one: Any, other: Any, bus_of_other: str, links: int
 ) -> int:
     """Return how many NVLinks join two GPUs; through a switch, all `links` that one of them has up."""
     if ask(nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) != 0:
         return 0
-    ends = [
-        ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, one, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-    ]
-    buses = [getattr(end, "busId", b"") for end in ends]
-    direct = sum((bus.decode() if isinstance(bus, bytes) else bus) == bus_of_other for bus in buses)
-    return direct or links
+    ends = [ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, one, at) for at in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    return sum(_bus_id(end) == bus_of_other for end in ends) or links
 
 
 if __name__ == "__main__":

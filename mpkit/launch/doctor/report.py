@@ -1,32 +1,28 @@
-"""What `mk.doctor()` returns: findings with evidence, what they cost and what fixes them; for a topic its steps."""
+"""What `mk.doctor()` returns, and what it is made of: findings, the common issues of a guide, nccl's variables.
+
+topics.toml has the issues with their steps. variables.csv has the variables; a row without a meaning is one that nccl
+documents and the table does not explain. Sources: NCCL user guide, "Environment Variables"; PyTorch documentation,
+"ProcessGroupNCCL Environment Variables" and "Distributed communication package".
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from enum import StrEnum
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpkit.common.display import draw
 
-if TYPE_CHECKING:
-    from mpkit.launch.doctor.variables import Variable
+__all__ = ["CheckupFinding", "CheckupReport", "Topic", "find_topic", "plural", "topics", "variables"]
 
-__all__ = ["CheckupFinding", "CheckupReport", "Level", "Topic", "find_topic", "plural", "topics"]
-
-
-class Level(StrEnum):
-    """How a finding matters: only those that cost make `mpkit doctor` exit with 1."""
-
-    COSTS = "costs"
-    NOTE = "note"
-    FINE = "fine"
-    UNCHECKED = "not checked"
+LEVELS = ("costs", "note", "not checked", "fine")
+"""How a finding matters, in the order of the report: only those that cost make `mpkit doctor` exit with 1."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class CheckupFinding:
 
     Attributes:
         subject: what it is about, such as "GPUs" or "links".
-        level: whether it costs something.
+        level: whether it costs something: one of `LEVELS`.
         what: the finding, a sentence.
         evidence: where it was seen: who was asked, and what the answer was.
         costs: what it costs; "" where nothing.
@@ -44,21 +40,12 @@ class CheckupFinding:
     """
 
     subject: str
-    level: Level
+    level: str
     what: str
     evidence: str
     costs: str = ""
     fix: str = ""
     topics: tuple[str, ...] = ()
-
-
-def plural(number: int, word: str) -> str:
-    """Return a number with its word.
-
-    >>> plural(1, "GPU"), plural(2, "GPU")
-    ('1 GPU', '2 GPUs')
-    """
-    return f"{number} {word}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)
@@ -73,19 +60,66 @@ class Topic:
     """
 
     name: str
-    words: tuple[str, ...]
+    words: list[str]
     means: str
-    steps: tuple[tuple[str, str], ...]
+    steps: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of nccl or its surroundings.
+
+    Attributes:
+        name: the variable.
+        values: the values it takes, with | between; "#" is a number, "*" anything.
+        default: what holds where it is not set.
+        meaning: what it does.
+        when: when to set it.
+        costs_if, costs: the value that costs something, and what.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+    when: str
+    costs_if: str
+    costs: str
+
+    def takes(self, value: str) -> bool:
+        """Return whether a value is one of those it takes.
+
+        >>> variables()["NCCL_DEBUG"].takes("info"), variables()["NCCL_DEBUG"].takes("verbose")
+        (True, False)
+        """
+        if self.values == "*":
+            return bool(value.strip())
+        if self.values == "#":
+            return value.strip().lstrip("-").isdecimal()
+        return value.strip().upper() in self.values.upper().split("|")
+
+
+def _text_of(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 @cache
 def topics() -> Mapping[str, Topic]:
-    """Return the topics by name, which are in topics.toml."""
-    rows = tomllib.loads((files(__package__) / "topics.toml").read_text(encoding="utf-8"))
-    return {
-        name: Topic(name, tuple(row["words"]), row["means"], tuple(map(tuple, row["steps"])))
-        for name, row in rows.items()
-    }
+    """Return the topics by name."""
+    return {name: Topic(name, **row) for name, row in tomllib.loads(_text_of("topics.toml")).items()}
+
+
+@cache
+def variables() -> Mapping[str, Variable]:
+    """Return the table of variables by their names."""
+    rows = csv.DictReader(_text_of("variables.csv").splitlines())
+    return {row["name"]: Variable(**row) for row in rows}
+
+
+@cache
+def words_of_findings() -> Mapping[str, dict[str, Any]]:
+    """Return the words of all findings, by the names that rules yield."""
+    return tomllib.loads(_text_of("findings.toml"))
 
 
 def find_topic(name: object) -> Topic:
@@ -108,6 +142,15 @@ def find_topic(name: object) -> Topic:
     return by_word[near]
 
 
+def plural(number: int, word: str) -> str:
+    """Return a number with its word.
+
+    >>> plural(1, "GPU"), plural(2, "GPU")
+    ('1 GPU', '2 GPUs')
+    """
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
 @dataclass(frozen=True)
 class CheckupReport:
     """What the doctor found. It prints as text.
@@ -115,46 +158,41 @@ class CheckupReport:
     Attributes:
         findings: in the order of the machine: GPUs, links, host, variables, measurements.
         topic: the common issue that was asked for; None: everything.
-        variables: the table of variables, where it was asked for.
-        composed: where the evidence is from if not from this machine.
         seconds: how long it took.
     """
 
     findings: tuple[CheckupFinding, ...]
     topic: Topic | None = None
-    variables: tuple[Variable, ...] = ()
-    composed: str = ""
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found that costs."""
-        return not self.of(Level.COSTS)
+        return not self.of("costs")
 
-    def of(self, level: Level | str) -> list[CheckupFinding]:
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables that the table explains, where these were asked for."""
+        asked = self.topic is not None and self.topic.name == "variables"
+        return [each for each in variables().values() if each.meaning] if asked else []
+
+    def of(self, level: str) -> list[CheckupFinding]:
         """Return the findings of one level: "costs", "note", "fine" or "not checked".
 
         Raises:
             ValueError: there is no such level.
         """
-        try:
-            wanted = Level(level)
-        except ValueError:
-            raise ValueError(
-                f"of({level!r}): the levels are {', '.join(repr(str(each)) for each in Level)}"
-            ) from None
-        return [finding for finding in self.findings if finding.level is wanted]
+        if level not in LEVELS:
+            raise ValueError(f"of({level!r}): the levels are {', '.join(map(repr, LEVELS))}")
+        return [finding for finding in self.findings if finding.level == level]
 
     def to_json(self) -> str:
         """Return the report as JSON: {"ok", "findings": [...]}, and of a topic "topic" and "steps"."""
         held: dict[str, Any] = {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
         if self.topic is not None:
-            steps = [list(step) for step in self.topic.steps]
-            held |= {"topic": self.topic.name, "means": self.topic.means, "steps": steps}
+            held |= {"topic": self.topic.name, "means": self.topic.means, "steps": self.topic.steps}
         if self.variables:
             held["variables"] = [asdict(variable) for variable in self.variables]
-        if self.composed:
-            held["composed"] = self.composed
         return json.dumps(held, indent=2)
 
     def __str__(self) -> str:

@@ -6,11 +6,9 @@ Costs of links are those of an all-reduce on a ring.
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
-from importlib.resources import files
+from difflib import get_close_matches
 from typing import Any
 
 from mpkit.common.units import memory_share, memory_text, seconds
@@ -18,8 +16,7 @@ from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link, wire_factor
 from mpkit.devices.local.gpus import LocalDevice, visible
 from mpkit.launch.doctor.probe import Facts
-from mpkit.launch.doctor.report import CheckupFinding, Level, plural
-from mpkit.launch.doctor.variables import variables
+from mpkit.launch.doctor.report import CheckupFinding, plural, variables, words_of_findings
 from mpkit.trace import Kind
 
 __all__ = ["findings"]
@@ -57,30 +54,21 @@ SLOWER = 3.0
 def findings(facts: Facts) -> list[CheckupFinding]:
     """Return what all rules find."""
     rules: tuple[Callable[[Facts], Found], ...] = (
-        gpus, links, lanes, software, memory, cpus, shared_memory, limits, variables, measured_link,
+        gpus, links, lanes, software, memory, cpus, shared_memory, limits, variables_set, measured_link,
     )  # fmt: skip
     return [_finding(*each) for rule in rules for each in rule(facts)]
 
 
 def _finding(name: str, values: dict[str, Any]) -> CheckupFinding:
-    words = dict(_texts()[name])
-    level = values.get("level", words.pop("level"))
-    words.pop("level", None)
-    topics = tuple(words.pop("topics", ()))
-    return CheckupFinding(
-        level=Level(level), topics=topics, **{key: text.format(**values) for key, text in words.items()}
-    )
-
-
-@cache
-def _texts() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((files(__package__) / "findings.toml").read_text(encoding="utf-8"))
+    words = words_of_findings()[name] | {key: values[key] for key in ("level",) if key in values}
+    topics = tuple(words.get("topics", ()))
+    filled = {key: text.format(**values) for key, text in words.items() if key != "topics"}
+    return CheckupFinding(**filled, topics=topics)
 
 
 def _listed(facts: Facts) -> list[Facts]:
     """Return the GPUs that are known; none where nothing is."""
-    listed: list[Facts] = facts["nvml"].get("gpus", [])
-    return listed
+    return list(facts["nvml"].get("gpus", []))
 
 
 # ---- GPUs --------------------------------------------------------------------------------------------------------
@@ -120,13 +108,11 @@ def gpus(facts: Facts) -> Found:
 
 
 def _as_gpus(listed: list[Facts]) -> list[LocalDevice]:
+    same = ("name", "uuid", "bus_id", "memory")
     return [
-        LocalDevice(
-            number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"],
-            tuple(gpu["compute"]) if gpu["compute"] else None,
-        )
+        LocalDevice(number, **{key: gpu[key] for key in same}, compute=tuple(gpu["compute"] or ()) or None)
         for number, gpu in enumerate(listed)
-    ]  # fmt: skip
+    ]
 
 
 def _why_unseen(torch: Facts) -> dict[str, str]:
@@ -346,6 +332,68 @@ def limits(facts: Facts) -> Found:
         card = facts["infiniband"]
         also = "" if card else "; without InfiniBand it does not matter"
         yield "locked-little", {"kib": locked >> 10, "also": also, "level": "costs" if card else "note"}
+
+
+# ---- variables ---------------------------------------------------------------------------------------------------
+
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+
+
+def variables_set(facts: Facts) -> Found:
+    """Yield each variable that is set now, explained; mistyped ones, and values that it does not take."""
+    known, environment = variables(), facts["environment"]
+    set_now = sorted(name for name in environment if name in known or name.startswith(PREFIXES))
+    for name in set_now:
+        finding, values = _judge(facts, name, environment[name])
+        yield finding, {"name": name, "value": environment[name], "idle": "", **values}
+    if not set_now:
+        yield "variables-none", {}
+
+
+def _judge(facts: Facts, name: str, value: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of the finding about a variable, and the values of its words."""
+    known = variables()
+    if name not in known:
+        if f"TORCH_{name}" in known:  # torch's own variables as they were called before torch 2.2
+            return "variable-old", {"near": f"TORCH_{name}"}
+        near = get_close_matches(name, known, 1, 0.8)
+        return "variable-mistyped" if near else "variable-unknown", {"near": "".join(near)}
+    row = known[name]
+    words = vars(row) | {"name": name}
+    if not row.meaning:
+        return "variable-unknown", words
+    if not row.takes(value):
+        options = {"#": "a number", "*": "something"}.get(row.values, row.values.replace("|", ", "))
+        return "variable-refuses", words | {"options": options}
+    if name.endswith("SOCKET_IFNAME") and not _has_interface(facts, name, value):
+        there = facts["interfaces"]
+        real = [one for one in there if one != "lo"] or there
+        return "variable-interface", words | {"there": ", ".join(there), "real": real[0]}
+    words["idle"] = _idle(facts, name)
+    if not row.costs_if or value.strip().upper() != row.costs_if:
+        return "variable", words | {"costs": ""}
+    return "variable" if words["idle"] else "variable-costs", words
+
+
+def _idle(facts: Facts, name: str) -> str:
+    """Return why a variable makes no difference here; "" if it does."""
+    gpus = max(len(facts["nvml"].get("gpus", [])), facts["torch"]["gpus"])
+    if name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_")) and gpus < (1 if name.startswith("CUDA_") else 2):
+        return "; with fewer than two GPUs nothing reads it" if gpus else "; without GPUs nothing reads it"
+    pairs = [link["p2p"] for link in facts["nvml"].get("links", []) if link["p2p"]]
+    if name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and pairs and "OK" not in pairs:
+        return "; these GPUs have no P2P anyway"
+    return ""
+
+
+def _has_interface(facts: Facts, name: str, value: str) -> bool:
+    """Return whether this machine has one of the interfaces that a value names."""
+    there = facts["interfaces"]
+    if value.startswith("^") or not there:
+        return True
+    wanted = [each for each in value.removeprefix("=").split(",") if each]
+    exact = value.startswith("=") or name.startswith("GLOO")
+    return any(each == one or (not exact and one.startswith(each)) for each in wanted for one in there)
 
 
 # ---- measured ----------------------------------------------------------------------------------------------------

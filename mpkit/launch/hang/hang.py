@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpkit.common.tracebacks import fold_stack, in_cells
 from mpkit.errors import CommMismatch, Deadlock
@@ -35,10 +35,21 @@ from mpkit.launch.hang.waits import (
     waited_for,
 )
 from mpkit.launch.process.processes import RankProcesses, ask_stacks, cpu_seconds, place_of
+from mpkit.plan.kinds import real
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
-__all__ = ["LIMIT", "LOOK_EVERY", "HangWatch", "LaunchSignals", "Patience", "explain", "reasons", "spelt"]
+__all__ = [
+    "LIMIT",
+    "LOOK_EVERY",
+    "HangWatch",
+    "LaunchSignals",
+    "Patience",
+    "check_timeout",
+    "explain",
+    "reasons",
+    "spelt",
+]
 
 LOOK_EVERY = 0.1
 """Seconds between two checks of the ranks' progress."""
@@ -51,6 +62,16 @@ WAITING = 30.0
 
 LIMIT = 600.0
 """Seconds without progress before ranks are given up that neither compute nor wait in a recorded op."""
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """Return the timeout in seconds if it is valid."""
+    if timeout is None:
+        return None
+    seconds = real(timeout)
+    if seconds is None or not seconds > 0:
+        raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, such as timeout=60, or None")
+    return seconds
 
 
 @dataclass
@@ -139,8 +160,8 @@ class LaunchSignals(Protocol):
     def trace(self) -> Trace:
         """The trace that the ranks have recorded so far."""
 
-    def goes_on(self, wait: float) -> bool:
-        """Handle events, such as exits of ranks, for some seconds, and return whether the launch goes on."""
+    def poll(self, wait: float) -> bool:
+        """Handle events, such as exits of ranks, for some seconds, and return whether the launch is over."""
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -234,7 +255,7 @@ class HangWatch:
     def _notice(
         self, launch: LaunchSignals, waiting: list[int], others: list[int], sights: Sequence[Sight]
     ) -> None:
-        stacks = self._ask(others, launch.goes_on)
+        stacks = self._ask(others, launch.poll)
         if stacks is None:
             return
         stopped, self._waited_for = self._processes.stopped_pids(), others
@@ -262,7 +283,7 @@ class HangWatch:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
         trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped_pids()
         still = self._patience.still
-        stacks = self._ask(list(self._local), launch.goes_on)
+        stacks = self._ask(list(self._local), launch.poll)
         if stacks is None:
             return None
         return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped, self._local))

@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.this_process import make_undumpable
+from mpkit.common.process_wide import make_undumpable
 from mpkit.launch.process.fork_server_client import helper_command
 from mpkit.launch.process.run_folder import remove_unheld
 

@@ -6,6 +6,7 @@ So the ranks' loggers have the levels of those here, and the root's format (`set
 
 from __future__ import annotations
 
+import inspect
 import io
 import linecache
 import logging
@@ -19,11 +20,38 @@ from typing import IO, Any
 
 from mpkit.common.exceptions import report
 from mpkit.common.launch_folder import Settings
-from mpkit.common.this_process import cores
+from mpkit.common.process_wide import cores
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.packing.world import edited_functions, enter_world, pack_world
 
-__all__ = ["pack", "set_logging", "settings_here", "unpack"]
+__all__ = ["check_function", "pack", "set_logging", "settings_here", "unpack"]
+
+
+def check_function(fn: Callable[..., Any], args: Sequence[object]) -> None:
+    """Check that ranks can call fn(ctx, *args).
+
+    >>> check_function(lambda: 1, ())  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: run(fn): ranks call fn(ctx), which <lambda>() does not fit: too many positional arguments. ...
+
+    Raises:
+        ValueError: it is no function, or has other parameters.
+    """
+    if not callable(fn):
+        raise ValueError(f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}")
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of a built-in function, which does not say its parameters
+        return
+    try:
+        signature.bind(None, *args)
+    except TypeError as error:
+        call = f"fn(ctx{', *args' * bool(args)})"
+        what = f"{getattr(fn, '__name__', type(fn).__name__)}{signature}"
+        raise ValueError(
+            f"run(fn): ranks call {call}, which {what} does not fit: {error}. Its first parameter is the "
+            "context, as in cluster.run(lambda ctx: ctx.rank)"
+        ) from None
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -67,13 +95,7 @@ def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[A
 
 
 def settings_here(
-    ranks: int,
-    device: str,
-    backend: str,
-    devices: int,
-    layers: bool,
-    compares: bool,
-    numbers: Sequence[int] = (),
+    ranks: int, device: str, backend: str, numbers: Sequence[int], layers: bool = False, compares: bool = True
 ) -> Settings:
     """Return the settings of a launch, taken from this process in its present state.
 
@@ -88,7 +110,7 @@ def settings_here(
             "os.chdir(...) to a folder that exists"
         ) from None
     return Settings(
-        ranks=ranks, device=device, backend=backend, devices=devices, layers=layers, compares=compares,
+        ranks=ranks, device=device, backend=backend, layers=layers, compares=compares,
         numbers=list(numbers), threads=1 if device == "cpu" else max(1, cores() // ranks), cwd=cwd,
         path=[os.path.abspath(path) if path else cwd for path in sys.path], argv=list(sys.argv),
         sources=_sources_without_file(), port=_free_port(), secret=secrets.token_hex(), logging=_log_settings(),

@@ -142,7 +142,7 @@ def end_answers(folder: Path, rank: int, stack: int) -> None:
 
 
 def ask_stacks(
-    folder: Path, processes: RankProcesses, ranks: Sequence[int], handle_events: Callable[[float], bool]
+    folder: Path, processes: RankProcesses, ranks: Sequence[int], poll: Callable[[float], bool]
 ) -> dict[int, str] | None:
     """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
 
@@ -150,7 +150,7 @@ def ask_stacks(
         folder: the launch's folder.
         processes: the ranks' processes.
         ranks: the ranks to ask.
-        handle_events: handles events, such as exits of ranks, for some seconds; returns whether the launch goes on.
+        poll: handles events, such as exits of ranks, for some seconds; returns whether the launch is over.
     """
     stacks, stopped = dict.fromkeys(ranks, ""), processes.stopped_pids()
     ends = {}
@@ -165,7 +165,7 @@ def ask_stacks(
     for _ in range(STACKS_TAKE):
         if not (missing := [rank for rank in ends if not stacks[rank]]):
             break
-        if not handle_events(STACKS_EVERY):
+        if poll(STACKS_EVERY):
             return None
         stacks |= {rank: _read_stack(part(folder, rank, "stack"), ends[rank]) for rank in missing}
     return stacks

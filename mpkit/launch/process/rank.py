@@ -142,8 +142,7 @@ def device_of(rank: int, settings: Settings) -> torch.device:
         return torch.device("mps")
     if settings.device == "hpu":
         importlib.import_module("habana_frameworks.torch")  # makes torch.hpu
-    numbers = settings.numbers or list(range(settings.devices))
-    device = torch.device(settings.device, numbers[rank % len(numbers)])
+    device = torch.device(settings.device, settings.numbers[rank % len(settings.numbers)])
     getattr(torch, settings.device).set_device(device)
     return device
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.resources import files
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +18,13 @@ from mpkit.common.calls import answers
 from mpkit.common.display import draw, in_notebook
 from mpkit.common.missing_packages import require_torch
 from mpkit.common.tracebacks import public
-from mpkit.devices.local.table import devices_html, devices_text
+from mpkit.devices.local.choose import check_ranks, devices_html, devices_text, place_ranks
 from mpkit.errors import MpkitError
-from mpkit.launch.launch import Launch
+from mpkit.launch.hang.hang import check_timeout
+from mpkit.launch.launch import Launch, RankLaunch
 from mpkit.launch.place import is_launched, place_here, refuse_second_launcher
 from mpkit.launch.process.fork_server_client import ForkServerClient
-from mpkit.launch.process.payload import pack, settings_here
-from mpkit.launch.session.cluster_checks import (
-    EXAMPLE,
-    check_function,
-    check_ranks,
-    check_timeout,
-    elsewhere,
-    place_ranks,
-)
+from mpkit.launch.process.payload import check_function, pack, settings_here
 from mpkit.launch.session.helper import Helper, import_ahead
 from mpkit.strategies.packing.world import report_what_stays
 
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from mpkit.devices.hardware import Hardware
-    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.launch.session.run import Run
     from mpkit.launch.torchrun import Launcher
     from mpkit.plan.plan import Plan
@@ -45,6 +39,21 @@ if TYPE_CHECKING:
     from mpkit.trace import Trace
 
 __all__ = ["Cluster", "borrow_cluster", "borrow_clusters"]
+
+EXAMPLE = """\
+cluster.train(
+    model,
+    data,  # [(inputs, targets), ...], or mk.Batches(dataset, batch_size=32)
+    mk.Plan.ddp(2),
+    loss=torch.nn.functional.cross_entropy,
+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    steps=10,
+)"""
+
+
+def elsewhere() -> dict[str, str]:
+    """Return what other libraries call arguments of `Cluster.train`, and what is to be used here."""
+    return tomllib.loads((files(__package__) / "elsewhere.toml").read_text(encoding="utf-8"))
 
 
 @public
@@ -104,7 +113,7 @@ class Cluster:
         self._fork = start == "fork" if start else sys.platform == "linux"
         self._helper = Helper(None if launched else self._fork_server_maker())
         self._imports = import_ahead()
-        self._latest: Launch | LaunchedRank | None = None
+        self._latest: RankLaunch | None = None
 
     @classmethod
     def from_env(cls, device: str = "auto", *, layers: bool = False) -> Cluster:
@@ -326,8 +335,8 @@ class Cluster:
         timeout = check_timeout(timeout)
         with self._instead_of_earlier(), self._shown_ahead(show, plan, steps) as board:
             self._imports.join()
-            from mpkit.launch.session.launched_cluster import agree_on_job
             from mpkit.launch.session.run import Run
+            from mpkit.launch.torchrun import agree_on_job
             from mpkit.strategies.prepare.prepare import prepare
 
             job = agree_on_job(self._session, lambda: prepare(
@@ -378,7 +387,7 @@ class Cluster:
         self, fn: Callable[..., Any], args: tuple[Any, ...], *, timeout: float | None = None,
         sink: Callable[[str], None] = print, meta: dict[str, Any] | None = None, modules: Sequence[str] = (),
         compares: bool = True,
-    ) -> Launch | LaunchedRank:  # fmt: skip
+    ) -> RankLaunch:  # fmt: skip
         """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are built on this.
 
         Args:
@@ -393,7 +402,7 @@ class Cluster:
         self._check_free()
         payload = pack(fn, args)
         settings = settings_here(
-            self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
+            self.ranks, self.device, self.backend, self._chosen.numbers, self.layers, compares
         )
         how: dict[str, Any] = {"timeout": timeout, "sink": sink, "meta": meta or {}}
         if self._session is not None:

@@ -1,24 +1,28 @@
-"""Execution: a launch that is followed: whoever looks at it is notified as it proceeds, until it ends."""
+"""Execution: a launch that is followed: whoever looks at it is notified as it proceeds, until it ends.
+
+`ProgressLine` is one who looks: a line in rank 0's terminal, under a launcher.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpkit.common.units import percent, seconds
 from mpkit.timeline.live_timeline import LiveFeed
 from mpkit.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from mpkit.devices.hardware import Hardware
-    from mpkit.launch.launch import Launch
-    from mpkit.launch.launched_rank import LaunchedRank
+    from mpkit.launch.launch import RankLaunch
     from mpkit.trace import Trace
     from mpkit.trace.metrics import Metrics
 
-__all__ = ["TICK", "Execution", "Observer"]
+__all__ = ["TICK", "Execution", "Observer", "ProgressLine"]
 
 TICK = 0.1
 """Seconds between two ticks."""
@@ -59,7 +63,7 @@ class Execution:
     blocks = True
 
     def __init__(
-        self, start: Callable[..., Launch | LaunchedRank], title: str, function: Callable[..., Any],
+        self, start: Callable[..., RankLaunch], title: str, function: Callable[..., Any],
         args: tuple[Any, ...], **how: Any,
     ) -> None:  # fmt: skip
         self.title, self.done = title, False
@@ -176,3 +180,58 @@ class Execution:
                         print(
                             f"mpkit: a view of the run stopped ({trouble}); the run goes on", file=sys.stderr
                         )
+
+
+# ---- in a terminal -----------------------------------------------------------------------------------------------
+
+LINE_EVERY = 1.0, 30.0
+"""Seconds between two lines: in a terminal, where each replaces the last one; elsewhere, as in a job's log."""
+
+CLEAR = "\r\x1b[K"
+"""Moves to the beginning of a terminal's line and empties it."""
+
+
+class ProgressLine:
+    """Follows a run in rank 0's terminal: one line, renewed each second, with the loss and the bubble.
+
+    Reading the trace takes longer as it grows, so at most 2 % of the time is spent on that.
+    """
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._every = LINE_EVERY[0 if self._live else 1]
+        self._begun = time.monotonic()
+        self._next = self._begun + self._every
+        self._feed: LiveFeed | None = None
+
+    def tick(self, run: Any) -> None:
+        """Show how the run stands, if that is due."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._write(run, "" if self._live else "\n")
+            self._next = time.monotonic() + max(self._every, 50 * (time.monotonic() - now))
+
+    def output(self, line: str) -> None:
+        """Show a line of mpkit's own."""
+        print(f"{CLEAR if self._live else ''}{line}", file=sys.stderr)
+
+    def end(self, run: Any) -> None:
+        """Show how the run ended."""
+        self._write(run, "\n" if run.proof.difference else f"; {run.proof}\n")
+
+    def _write(self, run: Any, after: str) -> None:
+        losses = list(run.losses)
+        text = f"mpkit: {run.plan}: step {run.first_step + len(losses)} of {run.steps}"
+        if losses:
+            text += (
+                f", loss {losses[-1]:.4g}, {seconds((time.monotonic() - self._begun) / len(losses))} per step"
+            )
+        self._feed = self._feed or run.feed()
+        self._feed.advance()
+        timeline = self._feed.timeline()
+        if timeline.steps:
+            text += f", bubble {percent(timeline.bubble_of(timeline.steps[-1]))}"
+        if run.waiting_for:
+            text += f"; {run.waiting_for}"
+        sys.stderr.write(f"{CLEAR if self._live else ''}{text}{after}")
+        sys.stderr.flush()

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpkit.launch.launch import Launch
-    from mpkit.launch.launched_rank import LaunchedRank
+    from mpkit.launch.launch import RankLaunch
     from mpkit.launch.process.fork_server_client import ForkServerClient
     from mpkit.launch.session.run import Run
 
@@ -41,7 +40,7 @@ class Helper:
     def __init__(self, start: Callable[[], ForkServerClient] | None) -> None:
         self._start = start
         self.fork_server = None if start is None else start()
-        self.latest: Launch | LaunchedRank | None = None
+        self.latest: RankLaunch | None = None
         self.training: Run | None = None
         self.closed = False
         self.launching = threading.Lock()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,7 @@ from mpkit.common.exceptions import one_line
 from mpkit.common.tracebacks import public
 from mpkit.errors import MpkitError
 from mpkit.launch.launched_rank import LaunchedRank
-from mpkit.launch.session.execution import TICK, Execution
-from mpkit.launch.session.launched_cluster import ProgressLine
+from mpkit.launch.session.execution import TICK, Execution, ProgressLine
 from mpkit.strategies.checkpoint.files import lock_folder
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.proof.proof_thread import ProofThread
@@ -180,9 +180,8 @@ class Run(Execution):
     def follow(self) -> None:
         """Follow the ranks to their end, in the run's own thread; `wait` raises what they end with."""
         try:
-            self._launch.finish(TICK, self._tick)
-        except BaseException as error:  # the launch has ended with this error, which `wait` raises
-            self._launch.end(error)
+            with suppress(BaseException):  # the launch has ended with this error, which `wait` raises
+                self._launch.finish(TICK, self._tick)
         finally:
             atexit.unregister(self._abandon)
             try:

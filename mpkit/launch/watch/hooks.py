@@ -1,28 +1,216 @@
-"""Where torch offers a place to listen: loaders, optimizers, runs of autograd's engine, and its own pipelines.
+"""Where torch offers a place to listen: modules, loaders, optimizers, runs of autograd's engine, and its own pipelines.
 
-Each function puts its listeners in place, through the `Replacements` that take them away again.
+`Modules` sees forwards and backwards:
+
+    find        a global hook sees the first call of each outermost module
+    root        its calls are actions
+    layers      the modules inside it that are recorded too: its repeated blocks and what is beside them, or all modules
+                down to a depth. Hooks on these few see their forwards, and on their outputs their backwards
+
+The global hook costs each module's call some time. So it is removed when a step has brought nothing new, and returns
+when a backward comes without a forward. Compiled modules are recorded as a whole: hooks inside would break the graph.
+
+The functions put listeners in place, through the `Replacements` that take them away again.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.autograd
 import torch.autograd.graph
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mpkit.common.process_wide import Replacements
-from mpkit.common.torch_private import _BaseDataLoaderIter, _PipelineStageBase, current
+from mpkit.common.torch_private import _BaseDataLoaderIter, _Loss, _PipelineStageBase, current
 from mpkit.launch.watch.actions import Actions
+from mpkit.strategies.models.chain import repeated_blocks
 from mpkit.trace import Kind
+from mpkit.trace.record.hooks import LayerHooks
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["watch_backwards", "watch_loaders", "watch_optimizers", "watch_stages"]
+__all__ = [
+    "Modules",
+    "layers_to_record",
+    "watch_backwards",
+    "watch_loaders",
+    "watch_optimizers",
+    "watch_stages",
+]
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+
+
+class Modules:
+    """The modules of one rank's program.
+
+    Args:
+        record: the rank's recorder.
+        actions: the rank's actions.
+        roots: the outermost modules are added here.
+        depth: how deep modules are recorded; None: repeated blocks, and what is beside them.
+    """
+
+    def __init__(
+        self, record: Recorder, actions: Actions, roots: weakref.WeakSet[nn.Module], depth: int | None = None
+    ) -> None:
+        self._actions, self.roots, self._depth = actions, roots, depth
+        self._handles: list[RemovableHandle] = []
+        self._finder: RemovableHandle | None = None
+        self._new = False
+        self._inside = 0  # how many roots are being called, one within another
+        self._forwards = 0  # since the last backward
+        self._layers = LayerHooks(
+            record,
+            lambda: Kind.RECOMPUTE if actions.backwards else Kind.FORWARD,
+            lambda: Kind.BACKWARD if actions.backwards else None,
+        )
+
+    # ---- begin and end of watching
+
+    def install(self) -> None:
+        """Begin to look for outermost modules."""
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+        if self._finder is None:
+            self._finder = register_module_forward_pre_hook(self._find)
+
+    def uninstall(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stop_finding()
+
+    def step_ended(self) -> None:
+        """Stop looking for outermost modules if the step had no new ones."""
+        if not self._new:
+            self._stop_finding()
+        self._new = False
+
+    def _stop_finding(self) -> None:
+        if self._finder is not None:
+            self._finder.remove()
+            self._finder = None
+
+    # ---- roots
+
+    def _find(self, module: nn.Module, inputs: Any) -> None:
+        actions = self._actions
+        if torch.compiler.is_compiling() or self._inside or actions.backwards or module in self.roots:
+            return
+        if actions.is_running and actions.place == (-1, -1):  # within something else than a pipeline's action
+            return
+        if not any(True for _ in module.parameters()) and not isinstance(module, _Loss):
+            return  # a ReLU that is called by hand says little
+        self._new = True
+        self.roots.add(module)
+        name = type(module).__name__
+        ops: list[int] = []
+
+        def before_forward(_module: nn.Module, inputs: Any, given: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            kind = Kind.RECOMPUTE if self._actions.backwards else Kind.FORWARD
+            self._inside += 1
+            ops.append(self._actions.begin(kind, name, (inputs, given)))
+
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or not ops:
+                return
+            self._forwards += 1
+            self._inside -= 1
+            self._actions.end(ops.pop())
+            if torch.is_grad_enabled() and output is not None:
+                self._actions.begin_loss()
+
+        before_forward(module, inputs, {})
+        self._handles += [
+            module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after_forward, always_call=True),
+        ]
+        for path, layer in layers_to_record(module, self._depth):
+            self._handles += self._layers.watch(path, layer)
+
+    # ---- backwards
+
+    def backward_begins(self) -> None:
+        """Look for outermost modules again if nothing that is known has run since the last backward."""
+        if not self._forwards:
+            self.install()
+
+    def backward_ends(self) -> None:
+        """End the backward of the layer that came last."""
+        self._forwards = 0
+        self._layers.end_backward()
+
+
+def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[str, nn.Module]]:
+    """Return the modules inside a root whose forwards and backwards are recorded, by name.
+
+    Args:
+        root: the outermost module.
+        depth: modules down to this depth, containers not counted; None: the repeated blocks and those beside them.
+
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": nn.ModuleList(
+    ...     nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2))})
+    >>> [name for name, _ in layers_to_record(model)]
+    ['embed', 'layers.0', 'layers.1']
+    >>> [name for name, _ in layers_to_record(model, depth=2)]
+    ['embed', 'layers.0', 'layers.0.0', 'layers.0.1', 'layers.1', 'layers.1.0', 'layers.1.1']
+    """
+    inner = unwrap_module(root)
+    if inner is None:
+        return []
+    return list(_layers_within(inner, "", depth, {id(block) for block in repeated_blocks(inner).values()}))
+
+
+def _layers_within(
+    module: nn.Module, prefix: str, depth: int | None, blocks: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    lists = (nn.ModuleList, nn.ModuleDict)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if depth is None and blocks:
+            is_opened = id(child) not in blocks and any(id(inner) in blocks for inner in child.modules())
+        else:
+            is_opened = isinstance(child, lists if depth is not None else (*lists, nn.Sequential))
+        if is_opened:
+            yield from _layers_within(child, f"{path}.", depth, blocks)
+        elif depth is None:
+            if any(True for _ in child.parameters()):
+                yield path, child
+        elif depth > 0:
+            yield path, child
+            yield from _layers_within(child, f"{path}.", depth - 1, blocks)
+
+
+def unwrap_module(root: nn.Module) -> nn.Module | None:
+    """Return the program's own module inside DDP, FSDP and the like; None if it is compiled."""
+    while True:
+        if "torch._dynamo" in sys.modules:
+            from mpkit.common.torch_private import OptimizedModule
+
+            if isinstance(root, OptimizedModule):
+                return None
+        for wrapper in _WRAPPERS:
+            inner = root._modules.get(wrapper[:-1])
+            if isinstance(inner, nn.Module) and sum(True for _ in root.children()) == 1:
+                root = inner
+                break
+        else:
+            return root
+
+
+# ---- loaders, optimizers, backwards, pipelines --------------------------------------------------------------------
 
 
 def watch_loaders(replaced: Replacements, record: Recorder, actions: Actions) -> None:

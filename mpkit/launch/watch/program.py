@@ -1,7 +1,7 @@
 """A program that knows nothing of mpkit leaves a Trace like any other.
 
     communication    every operator of c10d                          `communication`, `completion`
-    actions          forward, loss, backward, optimizer, steps       `modules`, `hooks`, `actions`
+    actions          forward, loss, backward, optimizer, steps       `hooks`, `actions`
     stages, data     torch's pipelines; the time until samples are there    `hooks`
     costs            FLOPs, bytes and memory of each action            `costs`
     names            what the program says it is doing               `annotations`
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from mpkit.common.process_wide import Replacements
 from mpkit.launch.watch.actions import Actions
 from mpkit.launch.watch.costs import WatchedCosts
-from mpkit.launch.watch.hooks import watch_backwards, watch_loaders, watch_optimizers, watch_stages
-from mpkit.launch.watch.modules import Modules
+from mpkit.launch.watch.hooks import Modules, watch_backwards, watch_loaders, watch_optimizers, watch_stages
 from mpkit.launch.watch.span import WATCHED
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.program_calls.communication import Communication

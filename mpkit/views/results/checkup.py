@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mpkit.common.safe_text import visible
-from mpkit.launch.doctor.report import CheckupFinding, Level, plural
+from mpkit.launch.doctor.report import CheckupFinding, plural
 
 if TYPE_CHECKING:
     from mpkit.launch.doctor.report import CheckupReport
@@ -19,10 +19,10 @@ __all__ = ["print_report", "report_text", "verdict"]
 
 
 MARKS = {
-    Level.COSTS: ("!", "bold red"),
-    Level.NOTE: ("i", "cyan"),
-    Level.UNCHECKED: ("?", "yellow"),
-    Level.FINE: ("✓", "green"),
+    "costs": ("!", "bold red"),
+    "note": ("i", "cyan"),
+    "not checked": ("?", "yellow"),
+    "fine": ("✓", "green"),
 }
 """The mark and colour of each level, in the order of the report."""
 
@@ -38,8 +38,6 @@ def report_text(report: CheckupReport, width: int = 110) -> str:
 
 def print_report(report: CheckupReport, console: Console) -> None:
     """Print the report: first what costs, then the rest by subject."""
-    if report.composed:
-        console.print(Text(f"Not this machine: {visible(report.composed)}", style="bold yellow"))
     if report.topic is not None:
         console.print(Text.assemble((report.topic.name, "bold"), f": {report.topic.means}"))
         for number, (what, command) in enumerate(report.topic.steps, 1):
@@ -61,7 +59,7 @@ def print_report(report: CheckupReport, console: Console) -> None:
 
 def verdict(report: CheckupReport) -> str:
     """Return the last line: how many findings cost."""
-    many, unchecked = len(report.of(Level.COSTS)), len(report.of(Level.UNCHECKED))
+    many, unchecked = len(report.of("costs")), len(report.of("not checked"))
     said = (
         f"{plural(many, 'finding')} that cost{'s' * (many == 1)}" if many else "Nothing was found that costs"
     )
@@ -72,10 +70,10 @@ def verdict(report: CheckupReport) -> str:
 
 def _words(finding: CheckupFinding) -> Text:
     """Return a finding in lines; one that is fine in a single one."""
-    if finding.level is Level.FINE:
+    if finding.level == "fine":
         more = f"  {visible(finding.fix)}" if finding.fix else ""
         return Text.assemble(visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim"), more)
-    if finding.level is Level.UNCHECKED:
+    if finding.level == "not checked":
         return Text.assemble(
             "not checked: ", visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim")
         )
