@@ -29,13 +29,6 @@ def megatron(**fields: Any) -> Plan:
     return Plan(**{"dp": 8, "schedule": "1f1b", "bucket_mb": AT_ONCE} | fields)
 
 
-def read(text: str, name: str, *, notes: bool) -> Plan:
-    """Return the plan of a text of this kind; a note that was not expected is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if notes else "error")
-        return Plan.read(text + "\n", name or None)
-
-
 SCRIPTS = {
     "an empty variable": ("LOG=\ntorchrun --nproc-per-node 4 train.py", Plan.ddp(4)),
     "a default in quotes": ('N=${N:-"4"}\ntorchrun --nproc-per-node $N train.py', Plan.ddp(4)),
@@ -57,7 +50,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("what", SCRIPTS)
 def test_scripts(what: str) -> None:
     text, plan = SCRIPTS[what]
-    assert read(text, "", notes=False) == plan
+    assert Plan.read(text + "\n") == plan  # a warning would be an error
 
 
 FILES = {
@@ -80,10 +73,55 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The text, read as")
 @pytest.mark.parametrize("what", FILES)
 def test_files(what: str) -> None:
     text, name, plan = FILES[what]
-    assert read(text, name, notes=True) == plan
+    assert Plan.read(text + "\n", name) == plan
+
+
+DS = '"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2'
+FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
+
+IN_FULL = [
+    ("torchrun --nnodes 2 --nproc_per_node=8 \\\n  train.py", Plan.ddp(16)),
+    ("#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\nsrun torchrun train.py", Plan.ddp(32)),
+    ('{"zero_optimization": {"stage": 3}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,\n'
+     '"gradient_accumulation_steps": 2, "fp16": {"enabled": true}, "bf16": {"enabled": false}}',
+     Plan.zero(3, 8, microbatches=2, precision="fp16", bucket_mb=SPEED / 2)),
+    ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n",
+     Plan.zero(2, 8)),
+    ("per_device_train_batch_size: 4\nfsdp: full_shard auto_wrap\nbf16: true\n", Plan(zero=3, precision="bf16")),
+    ("torchrun --nproc-per-node=8 \\\n pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel "
+     "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 32",
+     Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=8, sequence_parallel=True, bucket_mb=AT_ONCE)),
+    ('{"cluster": {"worker": ["a:1", "b:1"], "chief": ["c:1"]},\n "task": {"type": "chief", "index": 0}}', Plan.ddp(3)),
+    (f'{{{DS}, "zero_optimization": true}}', "deepspeed", Plan(dp=4, microbatches=2, zero=1, bucket_mb=SPEED)),
+    (f'{{{DS}, "zero_optimization": {{"stage": 2, "cpu_offload": true}}}}', "deepspeed",
+     Plan(dp=4, microbatches=2, zero=2, offload="optimizer", bucket_mb=SPEED)),
+    (f'{{{DS}, "zero_optimization": {{"stage": 3, "cpu_offload_params": true, "mics_shard_size": -1}}}}',
+     "deepspeed", Plan(dp=4, microbatches=2, zero=3, offload="params", bucket_mb=SPEED)),
+    (f'{{{DS}, "bfloat16": {{"enabled": true}}, "fp16": {{}}, "sequence_parallel_size": 1}}', "deepspeed",
+     Plan(dp=4, microbatches=2, precision="bf16", bucket_mb=SPEED / 2)),
+    (f'{{{DS}, "tensor_parallel": {{"autotp_size": 0}}}}', "deepspeed",
+     Plan(dp=4, microbatches=2, bucket_mb=SPEED)),
+    (f"{FSDP}fsdp_config:\n  sharding_strategy: 2\nfp16: true\n", "accelerate",
+     Plan(dp=8, zero=2, precision="fp16")),
+    (f"{FSDP}fsdp_config:\n  fsdp_offload_params: 'yes'\n", "accelerate", Plan(dp=8, zero=3, offload="params")),
+    (f"{FSDP}parallelism_config:\n  parallelism_config_sp_size: 2\n", "accelerate",
+     Plan(dp=4, zero=3, cp=2, cp_method="ulysses")),
+    ("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {}\n", "accelerate",
+     Plan(dp=4, zero=2, bucket_mb=SPEED)),
+    (f"{RUN} --recompute-activations\n", "megatron",
+     Plan(dp=8, schedule="1f1b", recompute="selective", bucket_mb=AT_ONCE)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", IN_FULL, ids=str)
+def test_files_of_which_nothing_is_left_out(said: tuple[Any, ...]) -> None:
+    """Older keys, and what a file does not say, are read as the framework reads them."""
+    *text_and_format, plan = said
+    assert Plan.read(*text_and_format) == plan  # a warning would be an error
 
 
 REJECTED = {
@@ -103,10 +141,6 @@ REJECTED = {
                          "tensor_parallel_size = 2 divides"),
     "only what all have": ("batch_size: 4\nbf16: true\ngradient_accumulation_steps: 8", "",
                            "Other programs have bf16, gradient_accumulation_steps too.*format='trainer'"),
-    "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
-                                  "", "--bf16 = 'true, where a test or a loop decides"),
-    "both in branches": (f"if [ $1 = a ]; then\n A=--fp16\nelse\n A=--bf16\nfi\n{RUN}", "",
-                         "--bf16 = 'true, where a test or a loop decides"),
     "Axolotl's FSDP": ("bf16: true\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n", "", "it is Axolotl's"),
     "ms-swift": ("NPROC_PER_NODE=8 megatron sft --tensor_model_parallel_size 2", "", "defaults of its own"),
     "torchtitan's TOML of 2024": ("[training]\ntensor_parallel_degree = 2\n", "torchtitan", "no key of"),
@@ -126,6 +160,35 @@ def test_what_is_another_plan_is_rejected(what: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=says):
         Plan.read(path, name or None)
+
+
+WRONG = [
+    ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4}', None, "no multiple.*train_batch_size = 8"),
+    ('{"zero_optimization": {"stage": 4}}', None, "zero_optimization.stage = 4: one of 0, 1, 2, 3"),
+    ('{"gradient_accumulation_steps": 4}', None, "gradient_accumulation_steps too.*format='deepspeed'"),
+    ('{"gradient_accumulation_steps": "four"}', "deepspeed", "a whole number, 1 or more"),
+    ('{"learning_rate": 0.1}', None, "no key of a format that is known"),
+    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "train_batch_size": 8,'
+     ' "train_micro_batch_size_per_gpu": 8}', None, "both enabled"),
+    ("{", "deepspeed", "cannot be read as deepspeed"),
+    ("no_such_file.json", None, "no such file"),
+    ("torchrun --nproc-per-node=auto \\\n t.py", None, "--nproc-per-node=auto: a whole number.*ranks=8"),
+    ("distributed_type: TPU\nnum_processes: 8", None, "one of NO, MULTI_GPU"),
+    (f'{{{DS}, "fp16": true}}', "deepspeed", r"fp16 = True: it holds settings, such as fp16\.enabled"),
+    (f"{RUN} --bf16 --fp16\n", "megatron", "bf16 and fp16 are both enabled"),
+    ("bf16: true\nfp16: true\n", "trainer", "bf16 and fp16 are both enabled"),
+    ("deepspeed: ds.json\nbf16: true\n", "trainer", r"deepspeed = 'ds.json': the plan is in that file"),
+    ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "accelerate",
+     "deepspeed_config_file = 'ds.json': the plan is in that file"),
+    (f"{RUN} --expert-tensor-parallel-size x\n", "megatron", "a whole number, 1 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The text, read as")
+@pytest.mark.parametrize(("text", "format", "says"), WRONG, ids=str)
+def test_what_is_wrong_says_what_would_work(text: str, format: str | None, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Plan.read(text, format)
 
 
 LEFT_OPEN = {

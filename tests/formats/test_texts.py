@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mpkit as mk
 from mpkit import Plan
 from mpkit.plan.formats.frameworks import FORMATS
 
@@ -98,52 +96,6 @@ def test_what_is_refused_says_why_and_what_works(plan: Plan, name: str, context:
         plan.to(name, **context)
 
 
-SPEED, AT_ONCE = 5e8 * 4 / 2**20, 2**20
-"""MiB of a bucket where the file is silent: DeepSpeed's in 32 bits; Megatron's without overlap, for all gradients."""
-
-FILES: list[tuple[str, Plan]] = [
-    ("torchrun --nnodes 2 --nproc_per_node=8 \\\n  train.py", Plan.ddp(16)),
-    ("#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\nsrun torchrun train.py", Plan.ddp(32)),
-    ('{"zero_optimization": {"stage": 3}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,\n'
-     '"gradient_accumulation_steps": 2, "fp16": {"enabled": true}, "bf16": {"enabled": false}}',
-     Plan.zero(3, 8, microbatches=2, precision="fp16", bucket_mb=SPEED / 2)),
-    ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n",
-     Plan.zero(2, 8)),
-    ("per_device_train_batch_size: 4\nfsdp: full_shard auto_wrap\nbf16: true\n", Plan(zero=3, precision="bf16")),
-    ("torchrun --nproc-per-node=8 \\\n pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel "
-     "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 32",
-     Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=8, sequence_parallel=True, bucket_mb=AT_ONCE)),
-    ('{"cluster": {"worker": ["a:1", "b:1"], "chief": ["c:1"]},\n "task": {"type": "chief", "index": 0}}', Plan.ddp(3)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "plan"), FILES, ids=str)
-def test_other_peoples_files(text: str, plan: Plan) -> None:
-    assert mk.Plan.read(text) == plan
-
-
-WRONG = [
-    ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4}', None, "no multiple.*train_batch_size = 8"),
-    ('{"zero_optimization": {"stage": 4}}', None, "zero_optimization.stage = 4: one of 0, 1, 2, 3"),
-    ('{"gradient_accumulation_steps": 4}', None, "gradient_accumulation_steps too.*format='deepspeed'"),
-    ('{"gradient_accumulation_steps": "four"}', "deepspeed", "a whole number, 1 or more"),
-    ('{"learning_rate": 0.1}', None, "no key of a format that is known"),
-    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "train_batch_size": 8,'
-     ' "train_micro_batch_size_per_gpu": 8}', None, "both enabled"),
-    ("{", "deepspeed", "cannot be read as deepspeed"),
-    ("no_such_file.json", None, "no such file"),
-    ("torchrun --nproc-per-node=auto \\\n t.py", None, "--nproc-per-node=auto: a whole number.*ranks=8"),
-    ("distributed_type: TPU\nnum_processes: 8", None, "one of NO, MULTI_GPU"),
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:The text, read as")
-@pytest.mark.parametrize(("text", "format", "says"), WRONG, ids=str)
-def test_files_that_are_wrong_say_what_would_work(text: str, format: str | None, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Plan.read(text, format)
-
-
 def test_unknown_keys_are_listed() -> None:
     text = (
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "steps_per_print": 5, "zero_force": 1}'
@@ -152,59 +104,6 @@ def test_unknown_keys_are_listed() -> None:
         assert Plan.read(text) == Plan()
     with pytest.raises(ValueError, match="hybrid_shard shards within a node"):
         Plan.read("per_device_train_batch_size: 1\nfsdp: hybrid_shard")
-
-
-DS = '"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2'
-RUN = "torchrun --nproc_per_node 8 pretrain_gpt.py "
-FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "format", "plan"),
-    [
-        (f'{{{DS}, "zero_optimization": true}}', "deepspeed", Plan(dp=4, microbatches=2, zero=1, bucket_mb=SPEED)),
-        (f'{{{DS}, "zero_optimization": {{"stage": 2, "cpu_offload": true}}}}', "deepspeed",
-         Plan(dp=4, microbatches=2, zero=2, offload="optimizer", bucket_mb=SPEED)),
-        (f'{{{DS}, "zero_optimization": {{"stage": 3, "cpu_offload_params": true, "mics_shard_size": -1}}}}',
-         "deepspeed", Plan(dp=4, microbatches=2, zero=3, offload="params", bucket_mb=SPEED)),
-        (f'{{{DS}, "bfloat16": {{"enabled": true}}, "fp16": {{}}, "sequence_parallel_size": 1}}', "deepspeed",
-         Plan(dp=4, microbatches=2, precision="bf16", bucket_mb=SPEED / 2)),
-        (f'{{{DS}, "tensor_parallel": {{"autotp_size": 0}}}}', "deepspeed",
-         Plan(dp=4, microbatches=2, bucket_mb=SPEED)),
-        (f"{FSDP}fsdp_config:\n  sharding_strategy: 2\nfp16: true\n", "accelerate",
-         Plan(dp=8, zero=2, precision="fp16")),
-        (f"{FSDP}fsdp_config:\n  fsdp_offload_params: 'yes'\n", "accelerate", Plan(dp=8, zero=3, offload="params")),
-        (f"{FSDP}parallelism_config:\n  parallelism_config_sp_size: 2\n", "accelerate",
-         Plan(dp=4, zero=3, cp=2, cp_method="ulysses")),
-        ("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {}\n", "accelerate",
-         Plan(dp=4, zero=2, bucket_mb=SPEED)),
-        (f"{RUN}--recompute-activations\n", "megatron",
-         Plan(dp=8, schedule="1f1b", recompute="selective", bucket_mb=AT_ONCE)),
-    ],
-)  # fmt: skip
-def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
-    text: str, format: str, plan: Plan
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is left out
-        assert Plan.read(text, format) == plan
-
-
-@pytest.mark.parametrize(
-    ("text", "format", "says"),
-    [
-        (f'{{{DS}, "fp16": true}}', "deepspeed", r"fp16 = True: it holds settings, such as fp16\.enabled"),
-        (f"{RUN}--bf16 --fp16\n", "megatron", "bf16 and fp16 are both enabled"),
-        ("bf16: true\nfp16: true\n", "trainer", "bf16 and fp16 are both enabled"),
-        ("deepspeed: ds.json\nbf16: true\n", "trainer", r"deepspeed = 'ds.json': the plan is in that file"),
-        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "accelerate",
-         "deepspeed_config_file = 'ds.json': the plan is in that file"),
-        (f"{RUN}--expert-tensor-parallel-size x\n", "megatron", "a whole number, 1 or more"),
-    ],
-)  # fmt: skip
-def test_what_would_be_another_plan_is_rejected_by_its_key(text: str, format: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Plan.read(text, format)
 
 
 def test_a_format_is_taken_only_where_one_of_its_own_keys_is_there(tmp_path: Any) -> None:

@@ -154,9 +154,6 @@ class Schedule:
     def validate(self, *, max_live: float | Sequence[float] | None = None) -> Schedule:
         """Return the schedule itself, if it can run, and within a cap on memory; see `mpkit.plan.schedule.validate`.
 
-        Args:
-            max_live: the most activations that a rank may hold at once: one number, or one per rank.
-
         Raises:
             ValueError: it cannot run; the message says why and draws the schedule, with an arrow at the action.
         """
@@ -243,9 +240,7 @@ def _call_source(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
 def _read_rows(source: Any, stage_to_rank: Sequence[int]) -> tuple[tuple[Row, ...], set[Action]]:
     """Return the rows of actions that are given as text or as lists, and the forwards that run with a backward.
 
-    Args:
-        source: see `Schedule`. A drawing can be read back: its heads, dots and dashes are ignored.
-        stage_to_rank: the rank of each stage, if that is known.
+    A drawing can be read back: its heads, dots and dashes are ignored.
 
     Raises:
         ValueError: the source is neither.

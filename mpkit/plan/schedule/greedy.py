@@ -201,10 +201,6 @@ class _Rank:
 def span(
     schedule: Schedule, slots: Mapping[str, Sequence[float]], hop: float, again: Sequence[float] = ()
 ) -> float:
-    """Return the seconds from the first action of any rank to the end of the last; infinite if it does not finish.
-
-    Args:
-        schedule, slots, hop, again: as for `mpkit.plan.schedule.play.play`.
-    """
+    """Return the seconds from the first action to the end of the last, as `play` has them; infinite if it is stuck."""
     placed = play(schedule, slots, hop, again)
     return inf if schedule.order.stuck else max(each.end for each in placed) - placed[0].start

@@ -28,7 +28,6 @@ __all__ = [
     "draw",
     "draw_rows",
     "end_times",
-    "input_grad",
     "lengths_of",
     "live",
     "needs_of",
@@ -71,11 +70,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, stage: int | None = None) -> Action:
-        """Read what `str(action)` spells.
-
-        Args:
-            text: an action's text, such as 2F0, or F0 if the stage is known.
-            stage: the stage to assume if the text names none.
+        """Read what `str(action)` spells, or F0 of a `stage` that is known.
 
         Raises:
             ValueError: the text is not an action.
@@ -196,36 +191,21 @@ START, NEVER, FIRST = range(3)
 
 
 def needs_of(action: Action, stages: int, actions: Container[Action]) -> list[Action]:
-    """List the actions that must be done before this one can run, besides those earlier in its row.
-
-    Args:
-        action: a computation.
-        stages: the number of stages.
-        actions: all actions of its schedule.
-    """
+    """List which of a schedule's actions must be done before this computation, besides those earlier in its row."""
     kind, s, m = action
     if kind == "F":
         return [Action("F", s - 1, m)] if s else []
     if kind == "W":
         return [Action("I", s, m)]
     assert kind in ("B", "I"), f"{action} is a message: only compute is asked for"
-    forward = Action("F", s, m)
-    return [forward] if s == stages - 1 else [forward, input_grad(s + 1, m, actions)]
-
-
-def input_grad(stage: int, microbatch: int, actions: Container[Action]) -> Action:
-    """Return the action that makes the gradient of a stage's input: I where its backward is split, else B."""
-    split = Action("I", stage, microbatch)
-    return split if split in actions else Action("B", stage, microbatch)
+    # The next stage makes the gradient: its I where its backward is split, else its B.
+    forward, split = Action("F", s, m), Action("I", s + 1, m)
+    gradient = split if split in actions else Action("B", s + 1, m)
+    return [forward] if s == stages - 1 else [forward, gradient]
 
 
 def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
-    """Return the actions of a schedule in an order in which each comes after all that it needs.
-
-    Args:
-        schedule: the schedule.
-        actions: all of its actions.
-    """
+    """Return the actions of a schedule in an order in which each comes after all that it needs."""
     rank_of, together, stages = schedule.stage_to_rank, schedule.together, schedule.stages
     rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.rows]
     slots = {kind: number * stages for number, kind in enumerate((*COMPUTE, BESIDE))}
@@ -275,9 +255,7 @@ def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
 def lengths_of(slots: Mapping[str, float | Sequence[float]], stages: int) -> list[float]:
     """Return the length of an action, by kind (F, B, I, W, F&) and then by stage.
 
-    Args:
-        slots: by kind, a number, or one per stage; 0 where it is left out. F& is F where it is left out.
-        stages: the number of stages.
+    `slots` has a number by kind, or one per stage; 0 where it is left out. F& is F where it is left out.
     """
     each = (*(slots.get(kind, 0) for kind in COMPUTE), slots.get(BESIDE, slots.get("F", 0)))
     return [time for slot in each for time in ([slot] * stages if isinstance(slot, int | float) else slot)]
@@ -286,11 +264,8 @@ def lengths_of(slots: Mapping[str, float | Sequence[float]], stages: int) -> lis
 def end_times(order: Order, lengths: Sequence[float], hop: float, lead: Sequence[float]) -> list[float]:
     """Return when each action ends, by its number, after START and NEVER.
 
-    Args:
-        order: the actions.
-        lengths: as `lengths_of` returns them.
-        hop: how long a result takes to get from one rank to another.
-        lead: how long an action takes before it waits for another rank; like lengths.
+    `hop` is how long a result takes to get to another rank, and `lead` how long an action takes before it waits for
+    another rank, like `lengths`, which are those of `lengths_of`.
     """
     ends = [0, -inf]
     for slot, before, need in zip(order.slot, order.before, order.need, strict=True):
@@ -303,14 +278,10 @@ def end_times(order: Order, lengths: Sequence[float], hop: float, lead: Sequence
 
 
 def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
-    """Draw the schedule over time, one column per slot. Dots are idle slots; dashes continue the action before them.
+    """Draw the schedule over time: `slots` columns for an action of each kind, a whole number.
 
-    Where a rank holds several stages, the stage is named too: `2F0`. A schedule that cannot finish is drawn up to the
-    point where it is stuck.
-
-    Args:
-        schedule: the schedule to draw.
-        slots: the number of slots for each kind of action, whole numbers.
+    Dots are idle slots; dashes continue the action before them. Where a rank holds several stages, the stage is named
+    too: `2F0`. A schedule that cannot finish is drawn up to the point where it is stuck.
     """
     placed = play(schedule, slots)
     plain = schedule.stage_to_rank == tuple(range(schedule.ranks))
