@@ -19,7 +19,7 @@ from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.reasons import RUNNING, SIMPLER, Family, families_of, summary_of, why_not
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import TIME, FoundLayouts, Objective, find_best, objective_of, plan_under
+from mpkit.prediction.advice.search import TIME, FoundLayouts, Objective, find_best, plan_under
 from mpkit.prediction.cost_model.check import check_length
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_of
 from mpkit.prediction.cost_model.preset import Preset
@@ -184,6 +184,6 @@ def advise(
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
     asked = workload_of(model, hardware, chosen, preset, global_batch, sequence, trainable, expert_load)
     check_length(asked.model, sequence)
-    objective = objective_of(by, price)
+    objective = Objective(by, price)
     found, tight, considered = find_best(asked, objective)
     return Advice(asked, *((found, tight) if found else (tight, found)), considered, objective)

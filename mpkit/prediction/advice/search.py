@@ -33,7 +33,7 @@ from mpkit.prediction.cost_model.memory import most_at_peak
 from mpkit.prediction.cost_model.workload import Workload
 
 __all__ = [
-    "HEADROOM", "TIME", "FoundLayout", "FoundLayouts", "Objective", "find_best", "handicap_of", "objective_of",
+    "HEADROOM", "TIME", "FoundLayout", "FoundLayouts", "Objective", "find_best", "handicap_of",
     "plan_under", "rank", "search",
 ]  # fmt: skip
 
@@ -175,6 +175,8 @@ def search(asked: Workload, sizes: Sequence[int]) -> tuple[FoundLayouts, FoundLa
 
 # ---- what is best
 
+WORDS = "time", "cost", "devices"
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -183,11 +185,26 @@ class Objective:
     Attributes:
         by: "time": the fastest step on all devices of the machine. "cost": the cheapest step, GPU-hours x price, on as
             many devices as that takes. "devices": the fewest devices, and of the plans for these the fastest step.
-        price: of an hour of a GPU; 1 where only GPU-hours count.
+        price: of an hour of a GPU, for "cost"; None: only GPU-hours count.
+
+    Raises:
+        ValueError: there is no such word, or the price is none.
     """
 
     by: str = "time"
-    price: float = 1.0
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.by not in WORDS:
+            raise ValueError(f"advise(by={self.by!r}): what is best is one of {', '.join(map(repr, WORDS))}")
+        if self.price is not None and self.by != "cost":
+            raise ValueError(
+                f"advise(by={self.by!r}, price={self.price!r}): a price counts for by='cost' alone"
+            )
+        if self.price is not None and not 0 < (real(self.price) or 0) < inf:
+            raise ValueError(
+                f"advise(price={self.price!r}): the price of an hour of a GPU, such as price=2.5"
+            )
 
     def value_of(self, took: Any, devices: Any) -> tuple[Any, Any]:
         """Return what is to be least, of a step that takes so long on so many devices; and the seconds.
@@ -196,7 +213,7 @@ class Objective:
         (8.0, 1800.0)
         """
         if self.by == "cost":
-            return took * devices * self.price / 3600, took
+            return took * devices * (self.price or 1.0) / 3600, took
         return (1.0 * devices, took) if self.by == "devices" else (took, took)
 
     def words(self, best: FoundLayout, devices: int) -> str:
@@ -218,22 +235,6 @@ class Objective:
 
 
 TIME = Objective()
-WORDS = "time", "cost", "devices"
-
-
-def objective_of(by: str, price: float | None) -> Objective:
-    """Return the objective by its word.
-
-    Raises:
-        ValueError: there is no such word, or the price is none.
-    """
-    if by not in WORDS:
-        raise ValueError(f"advise(by={by!r}): what is best is one of {', '.join(map(repr, WORDS))}")
-    if price is not None and by != "cost":
-        raise ValueError(f"advise(by={by!r}, price={price!r}): a price counts for by='cost' alone")
-    if price is not None and not 0 < (real(price) or 0) < inf:
-        raise ValueError(f"advise(price={price!r}): the price of an hour of a GPU, such as price=2.5")
-    return Objective(by, 1.0 if price is None else float(price))
 
 
 def handicap_of(asked: Workload, offload: Any) -> Any:

@@ -173,15 +173,13 @@ class Estimate(Workload, DrawnResult, Answer):
     @property
     def fullest(self) -> int:
         """The first rank of the stage that needs most."""
-        stages = self.stage_memory
-        worst = max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))
-        return worst * (self.layout.ranks // self.layout.pp)
+        held = [sum(memory.values()) for memory in self.stage_memory]
+        return held.index(max(held)) * (self.layout.ranks // self.layout.pp)
 
     @property
     def largest(self) -> str:
         """The category that takes most on the fullest rank."""
-        memory = self.memory[self.fullest]
-        return max(CATEGORIES, key=memory.__getitem__)
+        return max(CATEGORIES, key=self.memory[self.fullest].__getitem__)
 
     @cached_property
     def largest_batch(self) -> int:
@@ -448,6 +446,5 @@ def estimate_of(asked: Workload, plan: Plan, tokens: float = 0.0) -> Estimate:
         ValueError: the plan cannot work.
     """
     layout = checked_layout(asked, plan)
-    step = asked.time_model.step(layout)
-    columns = {each.name: getattr(asked, each.name) for each in fields(Workload)}
-    return Estimate(**columns, plan=plan, layout=layout, step=step, tokens=tokens)
+    sizes = {each.name: getattr(asked, each.name) for each in fields(Workload)}
+    return Estimate(**sizes, plan=plan, layout=layout, step=asked.time_model.step(layout), tokens=tokens)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from mpkit.common.arrays import Numbers, call_distinct, larger, smaller, where
 from mpkit.devices.hardware import Device, Hardware, collective_time
 from mpkit.plan.kinds import CONTIGUOUS
-from mpkit.prediction.cost_model.architecture import Architecture, Matmul
+from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.trace import Kind
@@ -203,11 +203,10 @@ class LayerModel:
             n: the ranks, if they are others.
             calls: calls that the payload is sent in, one after the other.
         """
-        machine, inside = self.hardware, layout.per_node(axis, self.hardware.per_node)
-        n = getattr(layout, axis) if n is None else n
+        n, machine = getattr(layout, axis) if n is None else n, self.hardware
         if isinstance(n, int) and n < 2:
             return 0.0
-        nodes = larger(1, n // inside)
+        nodes = larger(1, n // layout.per_node(axis, machine.per_node))
         took = collective_time(kind, nbytes, n, nodes, machine.link, machine.between, calls)
         return where(nbytes > 0, took, 0.0)
 
@@ -290,21 +289,15 @@ class LayerModel:
             n = larger(1, m.n // degree) if m.divided == "n" else m.n
             if m.experts:
                 visited = tokens * self.model.visits(layer) * layout.busiest / spread
-                last, back = self._experts(m, visited, k, n, layout, conversions)
+                local = m.experts / layout.ep  # which run one after the other on equal shares
+                last, back = self.product(visited / local, k, n, conversions)
+                last, back = local * (last + LAUNCH), local * (back + 2 * LAUNCH)
             else:
                 rows = tokens if m.divided else tokens / layout.sequence_parts
                 last, back = self.product(rows, k, n, conversions)
             forward = forward + last
             backward = backward + back * (1 + layout.trainable) / 2  # frozen weights need no gradient
         return forward, backward, last
-
-    def _experts(
-        self, m: Matmul, visits: Numbers, k: Numbers, n: Numbers, layout: Layout, conversions: Numbers
-    ) -> tuple[Numbers, Numbers]:
-        """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
-        local = m.experts / layout.ep
-        forward, back = self.product(visits / local, k, n, conversions)
-        return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
 
     def _attention(self, layer: int, layout: Layout) -> tuple[Numbers, Numbers]:
         """Return the seconds of a layer's attentions without their weights, on the rank with most scores.

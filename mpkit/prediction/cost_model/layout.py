@@ -23,7 +23,6 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, peak_live, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.stack import Stack
 
 __all__ = ["Layout", "Share", "Shares", "Stage", "layout_of", "plan_of", "shares_of", "stages_of"]
 
@@ -375,12 +374,10 @@ class Share(NamedTuple):
     updated: Numbers
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """The parameters of the ranks of a layout.
 
     Attributes:
-        layout, stack: how the step is divided, with which software.
         ranks: those of the rank of each stage.
         fullest: those of the rank with most.
         layer, layer_experts: of the largest layer, and of its experts.
@@ -388,8 +385,6 @@ class Shares:
         layers: the layers of the rank with most.
     """
 
-    layout: Layout
-    stack: Stack
     ranks: list[Share]
     fullest: Share
     layer: Numbers
@@ -397,34 +392,15 @@ class Shares:
     edge: Numbers
     layers: Numbers
 
-    def calls(self, parameters: Numbers, element: float) -> Numbers:
-        """Return how many collectives send so many gradients or weights, of so many bytes each.
 
-        PyTorch's FSDP makes one per layer, DeepSpeed one per `partition` of elements, Megatron and DDP one per bucket.
-
-        >>> from mpkit.prediction.cost_model.stack import stack_of
-        >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
-        >>> layout = Layout(dp=8, zero=1)
-        >>> [float(shares_of(gpt2, layout, stack_of(name)).calls(125e6, 4)) for name in ("pytorch", "megatron")]
-        [20.0, 4.0]
-        """
-        if self.stack.bucket_by_replicas:
-            bucket = larger(40e6, 1e6 * self.layout.replicas)
-            return larger(1, -(-parameters // bucket)) if self.stack.overlap else 1
-        if self.stack.partition:
-            return larger(1, -(-parameters // self.stack.partition))
-        buckets = larger(1, -(-parameters * element // self.stack.bucket))
-        return where(self.layout.zero == 2, self.layers, buckets)
-
-
-def shares_of(model: Architecture, layout: Layout, stack: Stack, stages: Sequence[Stage] = ()) -> Shares:
+def shares_of(model: Architecture, layout: Layout, stages: Sequence[Stage]) -> Shares:
     """Return the parameters of the ranks of a layout.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
-    >>> shares_of(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).fullest.updated
+    >>> layout = Layout(dp=4, zero=1)
+    >>> shares_of(gpt2, layout, stages_of(gpt2, layout)).fullest.updated
     31109952.0
     """
-    stages = stages or stages_of(model, layout)
     t, kinds = layout.tp, []
     for first, _ in model.kinds():
         experts, parted = model.expert_parameters(first), model.divided_parameters(first)
@@ -452,4 +428,4 @@ def shares_of(model: Architecture, layout: Layout, stack: Stack, stages: Sequenc
     fullest = Share(*at_largest([each.weights for each in ranks], *zip(*ranks, strict=True)))
     layer, layer_experts = at_largest([layer for layer, _ in kinds], *zip(*kinds, strict=True))
     layers = reduce(larger, (stage.layers for stage in stages))
-    return Shares(layout, stack, ranks, fullest, layer, layer_experts, larger(embedding, head), layers)
+    return Shares(ranks, fullest, layer, layer_experts, larger(embedding, head), layers)

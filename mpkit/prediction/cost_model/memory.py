@@ -169,7 +169,7 @@ class MemoryModel:
         """Return the memory of a rank of each stage, of one layout or of many, whatever they recompute and offload."""
         model, stack = self.model, self.stack
         stages = stages_of(model, layout)
-        shares = shares_of(model, layout, stack, stages)
+        shares = shares_of(model, layout, stages)
         tokens = layout.microbatch * self.sequence / layout.cp
         border = stack.element * tokens * model.hidden / layout.sequence_parts
         kinds = [self.activations(first, layout) for first, _ in model.kinds()]

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 
+from mpkit.common.arrays import Numbers, larger, where
 from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
@@ -162,6 +163,23 @@ class Stack:
         [True, False, True, True]
         """
         return self.blocking_p2p and not (self.posts_ahead and virtual_stages > 1)
+
+    def calls(
+        self, parameters: Numbers, element: float, zero: Numbers, replicas: Numbers, layers: Numbers
+    ) -> Numbers:
+        """Return how many collectives send so many gradients or weights, of so many bytes each; 1 or more.
+
+        PyTorch's FSDP makes one per layer, DeepSpeed one per `partition` of elements, Megatron and DDP one per bucket.
+
+        >>> [stacks()[name].calls(125e6, 4, zero=1, replicas=8, layers=12) for name in ("pytorch", "megatron")]
+        [20.0, 4.0]
+        """
+        if self.bucket_by_replicas:
+            bucket = larger(40e6, 1e6 * replicas)
+            return larger(1, -(-parameters // bucket)) if self.overlap else 1
+        if self.partition:
+            return larger(1, -(-parameters // self.partition))
+        return where(zero == 2, larger(1, layers), larger(1, -(-parameters * element // self.bucket)))
 
 
 @cache

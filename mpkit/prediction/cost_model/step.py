@@ -173,7 +173,7 @@ class StepModel(LayerModel):
         """
         model, stack = self.model, self.stack
         stages = stages_of(model, layout)
-        shares = shares_of(model, layout, stack, stages)
+        shares = shares_of(model, layout, stages)
         ranks = self._ranks(layout, stages, shares)
         stage_to_rank = layout.stage_to_rank
         held = Counter(stage_to_rank)
@@ -202,7 +202,7 @@ class StepModel(LayerModel):
     def seconds(self, layout: Layout) -> Numbers:
         """Return about the seconds per step of many layouts."""
         stages = stages_of(self.model, layout)
-        shares = shares_of(self.model, layout, self.stack, stages)
+        shares = shares_of(self.model, layout, stages)
         ranks = self._ranks(layout, stages, shares)
         idle, hops, pairs = self._ask_schedules(layout)
         f, b = ranks.forward, ranks.backward
@@ -312,9 +312,12 @@ class StepModel(LayerModel):
             ("replicas" if whole else "shards", sum(parameters) - own, None),
             ("edp", own, layout.expert_shards * (layout.groups if whole else 1)),
         ):
-            calls = larger(1, shares.calls(held, element)) if shares else 1
+            calls = self._calls(held, element, layout, shares) if shares else 1
             took = took + self.collective(kind, element * held, layout, axis, n, calls)
         return took
+
+    def _calls(self, parameters: Numbers, element: float, layout: Layout, shares: Shares) -> Numbers:
+        return self.stack.calls(parameters, element, layout.zero, layout.replicas, shares.layers)
 
     def _over_groups(
         self, parameters: tuple[Numbers, Numbers], element: float, layout: Layout, calls: Numbers = 1
@@ -368,7 +371,8 @@ class StepModel(LayerModel):
         held = rest, own
         every = self._of_replicas(Kind.ALL_REDUCE, held, stack.reduced, layout, shares)
         part = self._of_replicas(Kind.REDUCE_SCATTER, held, stack.reduced, layout, shares)
-        part = part + self._over_groups(held, stack.reduced, layout, shares.calls(rest + own, stack.reduced))
+        calls = self._calls(rest + own, stack.reduced, layout, shares)
+        part = part + self._over_groups(held, stack.reduced, layout, calls)
         gather = self._of_replicas(Kind.ALL_GATHER, held, stack.element, layout, shares)
         reduced = (layout.replicas > 1) & (zero != 3)
         return (
