@@ -91,31 +91,17 @@ class Replay:
 
     # ---- in -----------------------------------------------------------------------------------------------
 
-    def wants(self, rank: int) -> int:
-        """Return the number of the first op of a rank that the next `feed` must include."""
-        return self._ranks[rank].program.count
+    def feed(self, rank: int, so_far: RankTrace) -> None:
+        """Give the replay all records of a rank so far, those of earlier calls among them.
 
-    def feed(self, rank: int, new: RankTrace, first: int = 0) -> None:
-        """Give the replay a rank's records, as far as there are any.
-
-        Open ops are read again later: give all ops each time, or those from `wants(rank)` on. An open communication
-        overlaps with what follows it; any other open op stops its rank there until it has ended.
-
-        Args:
-            rank: the rank that made the records.
-            new: ops, and all names that the rank's ops refer to; of everything else only what is new.
-            first: the number of `new.ops[0]` in the rank's program.
-
-        Raises:
-            ValueError: ops before `first` are missing.
+        An open communication overlaps with what follows it; any other open op stops its rank there until it has ended.
         """
         this = self._ranks[rank]
-        this.program.feed(new.ops, first)
-        this.lines.extend(new.names)
-        this.memory = np.concatenate([this.memory, new.memory])
-        this.samples = np.concatenate([this.samples, new.samples])
-        this.sent_parts = np.concatenate([this.sent_parts, new.sent_parts])
-        self._network.know_parts(rank, new.sent_parts)
+        self._network.know_parts(rank, so_far.sent_parts[len(this.known.sent_parts) :])
+        this.memory = np.concatenate([this.memory, so_far.memory[len(this.known.memory) :]])
+        this.program.feed(so_far.ops)
+        this.lines.extend(so_far.names)
+        this.known = so_far
 
     # ---- out ----------------------------------------------------------------------------------------------
 
@@ -152,8 +138,8 @@ class Replay:
         parts, samples = [np.zeros(0, PART_SENT)], [np.zeros(0, DEVICE_SAMPLE)]
         for this in self._ranks:
             known, mine = this.program.ops, spans["rank"] == this.rank
-            parts.append(read_sent_parts(this.rank, this.sent_parts, known, this.lines))
-            samples.append(placed_samples(this.rank, this.samples, known[ops[mine]], spans[mine]))
+            parts.append(read_sent_parts(this.rank, this.known.sent_parts, known, this.lines))
+            samples.append(placed_samples(this.rank, this.known.samples, known[ops[mine]], spans[mine]))
         return ReplayResult(
             spans, list(self.names), held, len(self._ranks), "virtual", dict(self._meta), list(self.notes),
             device_samples=np.concatenate(samples), sent_parts=np.concatenate(parts),

@@ -58,18 +58,11 @@ class RankProgram:
 
     # ---- taking records -----------------------------------------------------------------------------------
 
-    def feed(self, ops: Array, first: int = 0) -> None:
-        """Store new records; `ops[0]` is the rank's op number `first`."""
-        if self._step is not None and first <= self._step[0] < first + len(ops):
-            self._ops[self._step[0]] = ops[self._step[0] - first]  # it may have ended by now
-        if first > self.count + len(self._tail):
-            raise ValueError(
-                f"feed(first={first}) leaves a gap: ops {self.count + len(self._tail)} to {first - 1} of this rank "
-                f"are missing. Feed from op {self.count} on (replay.wants(rank))."
-            )
-        old = self._tail[: max(0, first - self.count)]
-        new = ops[max(0, self.count - first) :]
-        self._tail = np.concatenate([old, new]) if len(old) else new
+    def feed(self, ops: Array) -> None:
+        """Store all records so far, of which those that were open may have ended by now."""
+        if self._step is not None and self._step[0] < len(ops):
+            self._ops[self._step[0]] = ops[self._step[0]]
+        self._tail = ops[self.count :]
 
     def take(self, final: bool) -> slice:
         """Put the complete ops on the work axis; return which ops those are."""

@@ -14,7 +14,7 @@ from mpkit.timeline.replay.memory import HeldMemory
 from mpkit.timeline.replay.network import ReplayNetwork, Settled
 from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.spans import SPAN, NameLines, Names, spans_of
-from mpkit.trace import MEMORY, OP, SAMPLE, SENT_PART, Kind
+from mpkit.trace import MEMORY, OP, Kind, RankTrace
 
 __all__ = ["RankReplay", "waiting_ranks"]
 
@@ -66,9 +66,8 @@ class RankReplay:
         self.rank = rank
         self.program = program
         self.lines = NameLines(names)
-        self.memory = np.zeros(0, MEMORY)  # changes that have no time yet
-        self.samples = np.zeros(0, SAMPLE)  # of its GPU
-        self.sent_parts = np.zeros(0, SENT_PART)
+        self.known = RankTrace(np.zeros(0, OP), np.zeros(0, MEMORY), [""])  # all records so far
+        self.memory = self.known.memory  # changes that have no time yet
         self.waits_for = -1  # the op that the rank is stuck on
         self._names = names
         self._controls: list[Control] = []

@@ -256,7 +256,7 @@ class RunView:
         self.run = run
         self.cell_id = _cell_id()
         self._feed, self._cell = run.feed(), _cell()
-        self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.4, first=0.3)
+        self._span_pace, self._loss_pace, self._memory_pace = Pace(0.0), Pace(0.3), Pace(0.4, first=0.3)
         so_far = self._feed.timeline()
         self.dashboard = board or Dashboard(run.title, so_far.world_size, run.steps)
         self.dashboard.begin(so_far, None if run.blocks else run.stop, run.theory)
@@ -267,7 +267,7 @@ class RunView:
 
     def tick(self, run: Execution) -> None:
         """Show what is new."""
-        self.dashboard.add_spans(self._feed.advance(), self._feed.names)
+        self._span_pace(lambda: self.dashboard.add_spans(self._feed.advance(), self._feed.names))
         self._loss_pace(lambda: self._progress(run))
         self._memory_pace(lambda: self.dashboard.set_memory(self._feed.timeline()))
 
