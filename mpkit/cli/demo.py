@@ -126,7 +126,7 @@ class Outcome:
 
 def find_typical_step(timeline: Timeline) -> int:
     """Return the step with the median bubble, of all but the first."""
-    by_bubble = sorted(timeline.steps[1:] or timeline.steps, key=timeline.bubble_of)
+    by_bubble = sorted(timeline.steps[1:] or timeline.steps, key=lambda step: timeline.step(step).bubble)
     return by_bubble[len(by_bubble) // 2]
 
 

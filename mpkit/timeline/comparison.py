@@ -50,7 +50,7 @@ class ComparedStep:
     @classmethod
     def from_timeline(cls, name: str, timeline: Timeline, memory: float = 0.0) -> ComparedStep:
         """Compute the figures of a timeline's last complete step."""
-        one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+        one = timeline.last_step
         idle = dict(zip(CAUSES, idle_by_cause(timeline).mean(axis=0).tolist(), strict=True))
         return cls(name, one, _work(one), idle, memory)
 
@@ -178,8 +178,7 @@ def simulate_means(timeline: Timeline) -> Timeline:
     Raises:
         ValueError: the timeline is not that of a pipeline.
     """
-    last = timeline.step(timeline.steps[-1])
-    return simulate(Plan.from_json(timeline.meta["plan"]), **stage_times(last))
+    return simulate(Plan.from_json(timeline.meta["plan"]), **stage_times(timeline.last_step))
 
 
 def _work(one: Timeline) -> dict[str, float]:

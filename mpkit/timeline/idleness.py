@@ -59,7 +59,7 @@ def idle_by_cause(timeline: Timeline) -> Array:
     1 {'warm-up': 1.33, 'dependency': 3.33, 'imbalance': 3.33, 'communication': 1.0, 'cool-down': 2.0}
     2 {'warm-up': 2.0, 'communication': 1.0, 'cool-down': 4.0}
     """
-    one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+    one = timeline.last_step
     return causes_of(graph_of(one.spans, one.world_size, one.clock), one.spans)
 
 
@@ -72,7 +72,7 @@ def parts_of_step(timeline: Timeline) -> dict[str, float]:
     >>> parts_of_step(mk.simulate(mk.Plan.gpipe(4, 8)))
     {'work': 24.0, 'idle: dependency': 4.5, 'idle: cool-down': 3.0, 'idle: warm-up': 1.5}
     """
-    one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+    one = timeline.last_step
     idle = idle_by_cause(one).mean(axis=0).tolist()
     parts = {"work": sum(one.busy) / one.world_size}
     parts |= {f"idle: {cause}": seconds for cause, seconds in zip(CAUSES, idle, strict=True) if seconds > 0}
@@ -90,7 +90,7 @@ def jitter_of(timeline: Timeline) -> float:
     >>> jitter_of(mk.simulate(mk.Plan.gpipe(3, 4), forward=[1, 1, 2]))
     0.0
     """
-    one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+    one = timeline.last_step
     step = _IdleStep(graph_of(one.spans, one.world_size, one.clock), one.spans)
     idle = [float(step.split(took).sum()) for took in (step.graph.took, step.even)]
     return max(idle[0] - idle[1], 0.0) / one.world_size

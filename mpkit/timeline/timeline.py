@@ -144,9 +144,10 @@ class Timeline(ReplayResult, Figures, Answer):
             self, spans=spans, held=metrics.changes_within(self.held, start, end), device_samples=sampled
         )
 
-    def bubble_of(self, step: int) -> float:
-        """Return the bubble of a step."""
-        return self.step(step).bubble
+    @property
+    def last_step(self) -> Timeline:
+        """The timeline of the last complete step, which the figures are of; the whole one if there is none."""
+        return self.step(self.steps[-1]) if self.steps else self
 
     # ---- who sends what to whom --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "members_of", "sent_to", "unknown_payloads"]
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

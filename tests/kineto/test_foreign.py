@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.devices.hardware import Hardware, Link
 from mpkit.timeline.foreign.actions import FIXED
 from mpkit.timeline.foreign.announced_plan import InferredStrategy
 from mpkit.timeline.foreign.open_trace import OpenedTrace
@@ -116,9 +115,6 @@ def test_what_cannot_be_scaled_is_not_called_modelled(tmp_path: Path, gpu: str) 
     assert timeline.step_time == pytest.approx(1e-3)
     notes = " ".join(timeline.notes)
     assert "Compute is not modelled for H100 SXM" in notes and "is modelled" not in notes
-
-
-SLOW = Hardware("slow", H100, Link("slow", 1e-3, 1e6), per_node=3)
 
 
 # ---- Plans are those that libraries announce; of what none announces possibilities are listed, and no plan

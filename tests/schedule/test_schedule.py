@@ -178,7 +178,6 @@ def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
     assert t.busy == [24.0] * 4
     assert t.bubble == pytest.approx(3 / 11)
     assert t.ideal_bubble == pytest.approx(3 / 8)  # Megatron's: (p - 1)/m
-    assert t.bubble_of(0) == t.bubble
     assert t.clock == "simulated"
     assert t.steps == [0]
     assert [peak["activations"] for peak in t.peak_memory] == [8] * 4
@@ -282,6 +281,6 @@ def test_the_bubble_of_each_step_is_that_of_the_simulation(clusters: Clusters, n
     run = clusters(4).train(nn.Sequential(*layers), data, plan, loss=F.mse_loss, optimizer=sgd, steps=3)
     ran = counted(run.wait().trace)
     simulated = mk.simulate(plan, **ran.stage_times(), steps=3)
-    bubbles = [ran.bubble_of(step) for step in ran.steps]
-    assert bubbles == pytest.approx([simulated.bubble_of(step) for step in range(3)], abs=1e-6)
+    bubbles = [ran.step(step).bubble for step in ran.steps]
+    assert bubbles == pytest.approx([simulated.step(step).bubble for step in range(3)], abs=1e-6)
     assert ran.step_time == pytest.approx(simulated.step_time, rel=1e-6)

@@ -230,7 +230,7 @@ class ProgressLine:
         self._feed.advance()
         timeline = self._feed.timeline()
         if timeline.steps:
-            text += f", bubble {percent(timeline.bubble_of(timeline.steps[-1]))}"
+            text += f", bubble {percent(timeline.bubble)}"
         if run.waiting_for:
             text += f"; {run.waiting_for}"
         sys.stderr.write(f"{CLEAR if self._live else ''}{text}{after}")

@@ -151,6 +151,4 @@ def memory_by_plan(runs: Mapping[str, HasTimeline]) -> MemoryByPlan:
             "memory_by_plan: simulations count micro-batches and runs count bytes, which have no common scale: "
             "give the one or the other"
         )
-    return MemoryByPlan(
-        {name: each.step(each.steps[-1]) if each.steps else each for name, each in timelines.items()}
-    )
+    return MemoryByPlan({name: each.last_step for name, each in timelines.items()})

@@ -70,7 +70,7 @@ def _axes(timeline: Timeline) -> str:
 
     A wait inside an action exposes the communication that it waits for, and no other.
     """
-    one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+    one = timeline.last_step
     spans = one.spans
     calls = np.flatnonzero(spans["lane"] == Lane.COMM)
     axis_of_row = dict(zip(calls.tolist(), (_axis(one, spans[row]) for row in calls), strict=True))

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpkit.common.units import percent
 from mpkit.plan.plan import Plan
@@ -24,8 +23,6 @@ from mpkit.timeline.simulation import simulate
 from mpkit.trace import Kind
 
 __all__ = ["UNEVEN", "bubble", "imbalance"]
-
-Array = npt.NDArray[Any]
 
 UNEVEN = 1.1
 """How many times the mean the largest stage must be; embeddings and heads alone make a few percent."""

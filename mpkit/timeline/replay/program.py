@@ -41,49 +41,46 @@ class RankProgram:
 
     def __init__(self, cost: Callable[[Array], Array], holds_steps: bool, includes_copies: bool) -> None:
         self._cost, self._holds_steps, self._includes_copies = cost, holds_steps, includes_copies
-        self._tail = np.empty(0, OP)  # fed and not yet taken
-        self.count = 0
-        self._ops = np.empty(0, OP)
-        self._work = np.empty((2, 0))
-        self._close = np.empty(0, np.int64)
+        self._records = self.ops = np.empty(0, OP)  # as many as there are, and those that were taken
+        self.work = self.done = np.empty(0)
+        self.close = np.empty(0, np.int64)
         self.total = 0.0  # total work
         self.pauses: list[tuple[int, float, float]] = [(-1, 0.0, 0.0)]
         self._step: tuple[int, int] | None = None  # op and number of the current step
-        self.left = self._tail  # what could not be taken at the end
 
-    ops = property(lambda self: self._ops[: self.count])
-    work = property(lambda self: self._work[0, : self.count])
-    done = property(lambda self: self._work[1, : self.count])
-    close = property(lambda self: self._close[: self.count])
+    @property
+    def count(self) -> int:
+        """How many ops were taken."""
+        return len(self.ops)
+
+    @property
+    def left(self) -> Array:
+        """The records that could not be taken yet: (n,) of `OP`."""
+        return self._records[self.count :]
 
     # ---- taking records -----------------------------------------------------------------------------------
 
     def feed(self, ops: Array) -> None:
         """Store all records so far, of which those that were open may have ended by now."""
-        if self._step is not None and self._step[0] < len(ops):
-            self._ops[self._step[0]] = ops[self._step[0]]
-        self._tail = ops[self.count :]
+        self._records, self.ops = ops, ops[: self.count]
 
     def take(self, final: bool) -> slice:
         """Put the complete ops on the work axis; return which ops those are."""
-        stop = self._whole(final)
-        ops, self._tail = self._tail[:stop], self._tail[stop:]
-        first, self.count = self.count, self.count + len(ops)
-        if len(ops):
-            self._grow(first)
-            self._ops[first : self.count] = ops
-            self._place(ops, first)
+        first = self.count
+        stop = first + self._whole(final)
+        self.ops = self._records[:stop]
+        if stop > first:
+            self._place(self.ops[first:], first)
         if final:
-            self.left = self._tail
-            self._end_step(self.count)
-        return slice(first, self.count)
+            self._end_step(stop)
+        return slice(first, stop)
 
     def _whole(self, final: bool) -> int:
-        """Return how many records of the tail can be taken: those before the first that is still open.
+        """Return how many of the records that are left can be taken: those before the first that is still open.
 
         An action is taken once something after it has begun, since what is inside it may not have been read yet.
         """
-        tail = self._tail
+        tail = self.left
         kind = tail["kind"]
         stays_open = ((kind >= _COMM) & (kind < _HOST)) | (kind == _STEP)
         is_open = np.flatnonzero((tail["end"] == 0) & ~stays_open)
@@ -99,13 +96,6 @@ class RankProgram:
             if not (tail["start"][last + 1 :] >= tail["end"][last]).any():
                 stop = last
         return stop
-
-    def _grow(self, first: int) -> None:
-        if self.count > len(self._ops):
-            more = max(self.count, 2 * len(self._ops)) - len(self._ops)
-            self._ops = np.concatenate([self._ops, np.empty(more, OP)])
-            self._work = np.concatenate([self._work, np.empty((2, more))], axis=1)
-            self._close = np.concatenate([self._close, np.empty(more, np.int64)])
 
     def _place(self, ops: Array, first: int) -> None:
         kind, depth = ops["kind"], ops["depth"]
@@ -131,9 +121,8 @@ class RankProgram:
             close = _closes(depth, kind < _COMM, within, action)
             self._place_within(ops, np.flatnonzero(within), action, close, seconds, copied, work, done)
         self.total = total
-        self._work[0, first : self.count] = work
-        self._work[1, first : self.count] = done
-        self._close[first : self.count] = close + first
+        self.work, self.done = np.concatenate([self.work, work]), np.concatenate([self.done, done])
+        self.close = np.concatenate([self.close, close + first])
         self._find_steps(ops, first)
 
     @staticmethod
@@ -187,12 +176,12 @@ class RankProgram:
                 return
             position += int(steps[0])
             self._step = (first + position, int(step[position]))
-            self._close[first + position] = np.iinfo(np.int64).max
+            self.close[first + position] = np.iinfo(np.int64).max
             position += 1
 
     def _end_step(self, close: int) -> None:
         if self._step is not None:
-            self._close[self._step[0]] = close
+            self.close[self._step[0]] = close
             self._step = None
 
     # ---- the clock ----------------------------------------------------------------------------------------

@@ -170,9 +170,7 @@ class RankReplay:
         spans["start"] = np.concatenate([start, waited[:, 1], settled[:, 2]])
         spans["end"] = np.concatenate([end, waited[:, 2], settled[:, 3]])
         spans["issued"] = np.concatenate([start, waited[:, 1], settled[:, 4]])
-        if program.count > len(self._rows):
-            more = max(program.count, 2 * len(self._rows)) - len(self._rows)
-            self._rows = np.concatenate([self._rows, np.full(more, -1)])
+        self._rows = np.concatenate([self._rows, np.full(program.count - len(self._rows), -1)])
         self._rows[ops] = row + np.arange(len(ops))
         waits = slice(len(others), len(others) + len(waited))
         ref = waited[:, 3].astype(np.int64)
