@@ -27,7 +27,7 @@ from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind
 from tests.limits import wait_for, wait_until_gone
 from tests.recipes import sgd
-from tests.serial import Clusters, Train
+from tests.serial import Clusters, Train, serial
 
 NOTHING = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
 
@@ -51,17 +51,9 @@ HOW: dict[str, Any] = {
 }
 
 
-def serial(model: nn.Module, batches: mk.Batches, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    optimizer = HOW["optimizer"](model.parameters())
-    losses = []
-    for step in range(steps):
-        inputs, targets = batches[step]
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+def plainly(model: nn.Module, batches: mk.Batches, steps: int, **how: Any) -> tuple[list[float], Any]:
+    """Losses and weights of plain PyTorch, which reads each batch by its number."""
+    return serial(model, [batches[step] for step in range(steps)], steps=steps, **HOW | how)
 
 
 # ---------------------------------------------------------------- which samples
@@ -111,7 +103,7 @@ def test_training_equals_serial_training_and_the_digests_prove_the_shares(
     dataset = points(13)
     batches = mk.Batches(dataset, 5, seed=4)
     steps = 2 * len(batches)
-    losses, weights = serial(net(), batches, steps)
+    losses, weights = plainly(net(), batches, steps)
     run = clusters(plan.ranks).train(net(), batches, plan, steps=steps, **HOW).wait()
     assert run.losses == pytest.approx(losses, rel=1e-8)
     torch.testing.assert_close(run.state_dict(), weights, rtol=1e-8, atol=1e-10)
@@ -232,7 +224,7 @@ def test_workers_load_what_the_rank_would_and_the_wait_is_on_the_timeline(
                 assert t.idle == pytest.approx([t.step_time - busy for busy in t.busy])
             spans = t.spans[t.spans["kind"] == Kind.DATA]
             assert sorted(spans["step"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert losses[0] == losses[2] == pytest.approx(serial(net(), data, 4)[0], rel=1e-12)
+        assert losses[0] == losses[2] == pytest.approx(plainly(net(), data, 4)[0], rel=1e-12)
     causes = dict(zip(CAUSES, idle_by_cause(run.timeline()).sum(axis=0), strict=True))
     assert causes["data"] > 0 and sum(causes.values()) == pytest.approx(sum(run.timeline().idle))
     assert "data loading" in str(t) and "data 0" in str(t) and "data loading" in t.to_svg()
@@ -380,13 +372,6 @@ def test_a_sample_draws_the_same_whoever_reads_it_and_others_each_time() -> None
 def test_augmented_training_equals_a_plain_loop(train: Train, plan: mk.Plan, workers: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "steps": 5}
-    losses = train(model, mk.Batches(Noisy(), BATCH, num_workers=workers), plan, **how).losses
-    optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), mk.Batches(Noisy(), BATCH)
-    for step, loss in enumerate(losses):
-        x, y = batches[step]
-        optimizer.zero_grad()
-        expected = F.mse_loss(model(x), y)
-        expected.backward()
-        optimizer.step()
-        assert loss == pytest.approx(expected.item(), abs=1e-12)
+    run = train(model, mk.Batches(Noisy(), BATCH, num_workers=workers), plan, steps=5, **STREAMED)
+    losses, _ = plainly(model, mk.Batches(Noisy(), BATCH), 5, **STREAMED)
+    assert run.losses == pytest.approx(losses, abs=1e-12)
