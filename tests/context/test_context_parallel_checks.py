@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, positions_of, sequence_part
 from mpkit.strategies.models.gpt import GPT
 from mpkit.strategies.prepare.isolation import quiet
-from mpkit.strategies.prepare.sample import check_context_parallel
+from mpkit.strategies.prepare.sample import observe_sample
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -182,13 +183,13 @@ def heads(x: Tensor) -> Tensor:
 )  # fmt: skip
 def test_models_that_cannot(make: Callable[[], nn.Module], said: str) -> None:
     with quiet(), pytest.raises(ValueError, match=said):
-        check_context_parallel(make(), TOKENS, TOKENS, 2)
+        observe_sample(make(), (TOKENS, TOKENS), Plan(cp=2))
 
 
 def test_models_that_can() -> None:
     for attend in (plain, pointwise, with_a_mask_that_hides_nothing):
         model = Attending(attend)
-        check_context_parallel(model, TOKENS, TOKENS, 2)
+        observe_sample(model, (TOKENS, TOKENS), Plan(cp=2))
         assert not model._forward_pre_hooks
 
 

@@ -52,7 +52,7 @@ from mpkit.strategies.update.optimizer import (
     trained_parameters,
 )
 
-__all__ = ["ELEMENTWISE", "OptimizerTraits", "create_optimizer", "examine_optimizer", "is_elementwise"]
+__all__ = ["ELEMENTWISE", "OptimizerTraits", "examine_optimizer", "is_elementwise"]
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
@@ -105,12 +105,26 @@ def examine_optimizer(
         ValueError: it cannot be made, a rank would give it parts that it may not treat as parts, or a checkpoint would
             not have all that it keeps.
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"optimizer is an optimizer already, {kind}, and holds the parameters of your copy of the model. Each rank "
+            f"makes its own, for its part: optimizer=lambda params: torch.optim.{kind}(params, lr="
+            f"{optimizer.param_groups[0].get('lr', 1e-3)})"
+        )
+    if not callable(optimizer):
+        raise ValueError(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
+    _check_global_hooks()
     # Numbers are needed here, even where a rank is simulated without them.
     with quiet(), _disable_current_modes():
-        once = plan.ranks == 1 and plan.microbatches == 1
-        made = create_optimizer(optimizer, model, given, scheduled=scheduled, once=once)
-        if made is None:
+        whole, _ = trained_parameters(model)
+        if not whole:
             return OptimizerTraits()
+        params = {each.name: stand_in(each) for each in whole}
+        made = _make(_as_sent(optimizer, model, params), params)
+        # In a single backward on one rank a hook on a parameter sees its whole gradient.
+        _check_made(made, params, scheduled=scheduled, once=plan.ranks == plan.microbatches == 1)
+        _check_grouped(optimizer, given, made, params)
         function = describe_optimizer(optimizer)
         alone = is_elementwise(made) or function.elementwise
         if not alone and (plan.zero > 1 or plan.tp > 1 or plan.ep > 1):
@@ -118,7 +132,7 @@ def examine_optimizer(
         traits = OptimizerTraits(kind_of(made), whole=plan.zero == 1 and not alone)
         if not saves:
             return traits
-        states, elsewhere = _step_twice(function, trained_parameters(model)[0])
+        states, elsewhere = _step_twice(function, whole)
     if elsewhere:
         raise ValueError(
             f"optimizer: {traits.kind} changes {elsewhere} from step to step, and a checkpoint has the state of each "
@@ -162,40 +176,6 @@ def _not_known(made: torch.optim.Optimizer, plan: Plan) -> ValueError:
 
 
 # ---- made ----------------------------------------------------------------------------------------------------
-
-
-def create_optimizer(
-    optimizer: Any, model: nn.Module, given: nn.Module, *, scheduled: bool, once: bool
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a function creates for stand-ins of the parameters; None if none are trained.
-
-    Args:
-        optimizer: as in `Cluster.train`.
-        model: the whole model, as it is sent to the ranks; `given`: the same, as the user has it.
-        scheduled: whether there is an lr_schedule.
-        once: whether a step is a single backward on one rank, so that a hook on a parameter sees its gradient.
-
-    Raises:
-        ValueError: the function does not return a usable optimizer.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer is an optimizer already, {kind}, and holds the parameters of your copy of the model. Each rank "
-            f"makes its own, for its part: optimizer=lambda params: torch.optim.{kind}(params, lr="
-            f"{optimizer.param_groups[0].get('lr', 1e-3)})"
-        )
-    if not callable(optimizer):
-        raise ValueError(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
-    _check_global_hooks()
-    whole, _ = trained_parameters(model)
-    if not whole:
-        return None
-    params = {each.name: stand_in(each) for each in whole}
-    made = _make(_as_sent(optimizer, model, params), params)
-    _check_made(made, params, scheduled=scheduled, once=once)
-    _check_grouped(optimizer, given, made, params)
-    return made
 
 
 def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -42,8 +42,6 @@ __all__ = ["resolve", "shared_weights"]
 
 
 Loss = Callable[[Any, Any], Any]
-Shapes = dict[Hashable, tuple[Value, Value]]
-"""A micro-batch of every shape, by its signature."""
 
 
 def resolve(
@@ -93,7 +91,13 @@ def resolve(
     # ---- stages
     partitions: list[PartitionedModel | None] = [None] * len(copies)
     if plan.stages > 1 and not (is_chain(model) and _sends(numbers[0])):
-        partitions = _partitions(copies, shapes, plan, loss, relays=not by_name)
+        like: PartitionedModel | None = None  # the first one: all are cut at the same places
+        for place, each in enumerate(copies):
+            made = partition_model(
+                each.model, shapes, plan, loss,
+                relays=not by_name, cut=each.cut, attention=each.attention, like=like,
+            )  # fmt: skip
+            partitions[place], like = made, like or made
     stages, placed, held, shared = _lay_out(
         partitions[0], layers_of(model), numbers[0], plan.stages, plan.cut
     )
@@ -199,28 +203,6 @@ def _trained_by_rank(
 def _sends(numbers: dict[Hashable, list[LayerNumbers]]) -> bool:
     """Return whether each layer of a chain, but the last one, hands on what can be sent."""
     return all(layer.output is not None for layers in numbers.values() for layer in layers[:-2])
-
-
-def _partitions(
-    copies: list[LocalCopy], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
-) -> list[PartitionedModel | None]:
-    """Return, by place along tp, how a model that is no chain is divided, alike everywhere."""
-    made: list[PartitionedModel | None] = []
-    for each in copies:
-        like = made[0] if made else None
-        made.append(
-            partition_model(
-                each.model,
-                shapes,
-                plan,
-                loss,
-                relays=relays,
-                cut=each.cut,
-                attention=each.attention,
-                like=like,
-            )
-        )
-    return made
 
 
 def _lay_out(

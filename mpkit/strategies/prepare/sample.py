@@ -36,7 +36,7 @@ from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.stage.stage import call
 
-__all__ = ["Attention", "SampleSeen", "check_context_parallel", "observe_sample"]
+__all__ = ["Attention", "SampleSeen", "observe_sample"]
 
 
 class Attention(NamedTuple):
@@ -115,19 +115,17 @@ def observe_sample(model: nn.Module, batch: tuple[Value, Value], plan: Plan) -> 
     Raises:
         ValueError: ranks cannot share sequences or divide experts as the plan wants.
     """
-    seen = SampleSeen()
-    if plan.cp > 1:
-        ulysses = plan.cp_method == "ulysses"
-        seen = check_context_parallel(model, *batch, plan.cp, plan.cp_order, ulysses=ulysses)
     check_experts_of(model, plan)
-    if plan.cp == 1 < plan.tp * plan.ep and find_experts(model):
-        sample = part(batch[0], slice(0, 1))
-        seen = DryRuns(model).run(
-            lambda copied, x: _walk(copied, x, nullcontext())[1],
-            sample,
-            what=f"A sample of {type(model).__name__}",
+    runs, sample, kind = DryRuns(model), part(batch[0], slice(0, 1)), type(model).__name__
+    if plan.cp > 1:
+        check_sequences(*batch, plan.cp, plan.cp_order)
+        what = f"A part of a sequence in {kind}"
+        return runs.run(lambda copied, x: _check_forward(copied, x, plan), sample, what=what)
+    if plan.tp * plan.ep > 1 and find_experts(model):
+        return runs.run(
+            lambda copied, x: _walk(copied, x, nullcontext())[1], sample, what=f"A sample of {kind}"
         )
-    return seen
+    return SampleSeen()
 
 
 @torch.no_grad()
@@ -197,45 +195,13 @@ def _stage_of(module: str, held: Sequence[Sequence[str]]) -> int:
 # ---- context parallelism ---------------------------------------------------------------------------------------------
 
 
-def check_context_parallel(
-    model: nn.Module,
-    inputs: Value,
-    targets: Value,
-    n: int,
-    order: str = "contiguous",
-    *,
-    ulysses: bool = False,
-) -> SampleSeen:
-    """Check that n ranks can share the sequences of such a batch, and return what a sample makes of the model.
-
-    One sample's part is run through the model: on tensors without content if it works with those, else on real ones.
-
-    >>> from mpkit.strategies.models.gpt import GPT
-    >>> tokens = torch.zeros(2, 64, dtype=torch.long)
-    >>> check_context_parallel(GPT(layers=1), tokens, tokens, 4).attentions[0].module
-    'block0.attention'
-
-    Args:
-        model: the whole model, on the CPU; left as it is.
-        inputs, targets: a batch, [batch, s, ...].
-        n: number of ranks along cp.
-        order: which part each rank has.
-        ulysses: whether they divide the heads.
+def _check_forward(model: nn.Module, sample: Value, plan: Plan) -> SampleSeen:
+    """Run the forward of the rank that has the end of the sequence, and return what was seen.
 
     Raises:
-        ValueError: they cannot, with the reason and what would work.
+        ValueError: ranks cannot share the sequences, with the reason and what would work.
     """
-    check_sequences(inputs, targets, n, order)
-
-    def check(copied: nn.Module, sample: Value) -> SampleSeen:
-        return _check_forward(copied, sample, n, order, ulysses)
-
-    what = f"A part of a sequence in {type(model).__name__}"
-    return DryRuns(model).run(check, part(inputs, slice(0, 1)), what=what)
-
-
-def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: bool) -> SampleSeen:
-    """Run the forward of the rank that has the end of the sequence."""
+    n, order = plan.cp, plan.cp_order
     group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
     mine = sequence_part(sample, group.index, n, order)
     length = leaves(mine)[0].shape[1]
@@ -249,7 +215,7 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses:
             "models do; so has mpkit.models.GPT. A model without positions may take them and not use them."
         )
     # ---- attention
-    attention = ContextParallel(group, order, ulysses=ulysses)
+    attention = ContextParallel(group, order, ulysses=plan.cp_method == "ulysses")
     try:
         value, seen = _walk(model, mine, attention, n)
     except ValueError:

@@ -165,7 +165,6 @@ ELEMENTWISE = {
     "cuda",
 }
 SHAPING = {"view", "reshape", "flatten", "__getitem__"}
-REBINDING = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 class DividedLogits(Tensor):
