@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.course.lab import _machine, _play_run, timeline
-from mpkit.prediction.what_if import faster
+from mpkit.prediction.experiments.what_if import faster
 from mpkit.trace import Kind, Lane
 from tests.schedule.orders import valid_schedules
 

@@ -17,7 +17,7 @@ import mpkit as mk
 from benchmarks.memory import CASES, LIMIT, PLANS, errors
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.mesh import AXES, Mesh
-from mpkit.prediction.dry_run.trace import mirror
+from mpkit.prediction.dry_run import mirror
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
 from tests.recipes import adamw, sgd
 from tests.serial import Clusters

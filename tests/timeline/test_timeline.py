@@ -17,7 +17,7 @@ from torch.nn import functional
 import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
-from mpkit.prediction.what_if import BAND, WhatIf, settings, what_if
+from mpkit.prediction.experiments.what_if import BAND, WhatIf, settings, what_if
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.replay.spans import HELD, SPAN

@@ -357,7 +357,7 @@ class Run(Execution):
         own = self._cluster
         free = own.device == "cpu" and own.fork_server_pid is not None and not own.busy
         helper = own.resized(1) if free else None
-        return resolve_name("mpkit.prediction.what_if:what_if")(self, self._job, helper, changes)
+        return resolve_name("mpkit.prediction.experiments.what_if:what_if")(self, self._job, helper, changes)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.

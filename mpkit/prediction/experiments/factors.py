@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
-from mpkit.prediction.dry_run.trace import trace_fake
+from mpkit.prediction.dry_run import trace_fake
 from mpkit.strategies.data.microbatch import map_tensors
 from mpkit.trace import TIMED_BY_EVENTS, Kind, Trace
 

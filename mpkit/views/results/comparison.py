@@ -22,7 +22,7 @@ from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, timeline_svg
 
 if TYPE_CHECKING:
-    from mpkit.prediction.what_if import WhatIf
+    from mpkit.prediction.experiments.what_if import WhatIf
     from mpkit.timeline.comparison import ComparedStep, Comparison
 
 __all__ = [
