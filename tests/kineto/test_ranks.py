@@ -100,7 +100,7 @@ def test_other_hardware_takes_what_its_links_take(tmp_path: Path) -> None:
     trace = mk.open(mesh_of_four(tmp_path))
     fast, slow = trace.timeline("8x-h100-nvlink"), trace.timeline("8x-h100-pcie")
     assert fast.step_time < slow.step_time
-    assert not any("never comes" in note for note in [*fast.notes, *slow.notes])
+    assert not any("Not finished" in note for note in [*fast.notes, *slow.notes])
 
 
 def test_waits_are_for_what_ended_last(tmp_path: Path) -> None:

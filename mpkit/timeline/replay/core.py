@@ -115,14 +115,16 @@ class Replay:
     def finish(self) -> Array:
         """Replay what is left, since no more records will arrive, and return the new spans."""
         spans = self._go(final=True)
-        unfinished = [words for words in (this.explain_unfinished() for this in self._ranks) if words]
-        if unfinished:
+        waiting = waiting_ranks(self._ranks)
+        said = {each["rank"]: each["words"] for each in waiting}
+        words = [(this.rank, said.get(this.rank) or this.stopped_within) for this in self._ranks]
+        if unfinished := [f"rank {rank} {what}" for rank, what in words if what]:
             left = sum(
                 this.program.count - this.first_untimed + len(this.program.left) + this.unserved_count
                 for this in self._ranks
             )
             self.notes.append(f"Not finished: {'; '.join(unfinished)}. {left:,} ops have no time here.")
-            self._meta["waiting"] = waiting_ranks(self._ranks)
+            self._meta["waiting"] = waiting
         return spans
 
     def collect(self) -> ReplayResult:

@@ -215,13 +215,15 @@ class RankReplay:
 
     # ---- what is left at the end --------------------------------------------------------------------------
 
-    def explain_unfinished(self) -> str:
-        """Say where the rank was stopped, or what it waits for in vain; "" if it finished."""
-        if (waits := self.current_wait()) is not None:
-            never = "" if self.is_starved else ", which never comes"
-            return f"rank {self.rank} waits for {self._describe(waits[1])}{never}"
-        left = self.program.left
-        return f"rank {self.rank} is in {self._describe(left[0])}" if len(left) else ""
+    @property
+    def stopped_within(self) -> str:
+        """In which op the rank was stopped, such as "is in forward of stage 0"; "" if it finished."""
+        if not len(self.program.left):
+            return ""
+        op = self.program.left[0]
+        told = {"stage": " of stage {}", "microbatch": " micro-batch {}", "step": " (step {})"}
+        where = (text.format(op[name]) for name, text in told.items() if op[name] >= 0)
+        return f"is in {Kind(int(op['kind'])).word.replace('_', ' ')}{''.join(where)}"
 
     def current_wait(self) -> tuple[float, Any] | None:
         """Return since when it waits, in seconds, and the communication that it waits for; None if it does not."""
@@ -236,14 +238,6 @@ class RankReplay:
     def group_of(self, op: Any) -> str:
         """Return the name of a communication's group."""
         return self._names.all[int(self.lines[np.array([op["group"]])][0])]
-
-    def _describe(self, op: Any) -> str:
-        assert op.dtype == OP
-        kind = Kind(int(op["kind"]))
-        words = [kind.word.replace("_", " "), *([self.group_of(op)] if 32 <= kind < 64 else [])]
-        told = {"stage": "of stage {}", "microbatch": "micro-batch {}", "step": "(step {})"}
-        words += [text.format(op[name]) for name, text in told.items() if op[name] >= 0]
-        return " ".join(words)
 
 
 def _table(rows: list[Any], columns: int) -> Array:
