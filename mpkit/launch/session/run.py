@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from contextlib import suppress
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +179,9 @@ class Run(Execution):
     def follow(self) -> None:
         """Follow the ranks to their end, in the run's own thread; `wait` raises what they end with."""
         try:
-            with suppress(BaseException):  # the launch has ended with this error, which `wait` raises
-                self._launch.finish(TICK, self._tick)
+            self._launch.finish(TICK, self._tick)
+        except BaseException as error:  # the launch ends with it, and `wait` raises it
+            self._launch.end(error)
         finally:
             atexit.unregister(self._abandon)
             try:

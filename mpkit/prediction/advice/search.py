@@ -132,10 +132,8 @@ def search(asked: Workload, sizes: Sequence[int]) -> tuple[FoundLayouts, FoundLa
     # attention does not keep.
     in_pairs = [name for name, entry in SCHEDULES.items() if entry.pairs]
     every_row = np.ones(len(family), bool)
-    sharded, joint = (
-        every_row & (layouts.zero == 3),
-        every_row & np.isin(np.asarray(layouts.schedule), in_pairs),
-    )
+    sharded = every_row & (layouts.zero == 3)
+    joint = every_row & np.isin(np.asarray(layouts.schedule), in_pairs)
     recomputes = [
         each
         for each in offers.recompute
@@ -164,10 +162,8 @@ def search(asked: Workload, sizes: Sequence[int]) -> tuple[FoundLayouts, FoundLa
     rows, relief, held = (np.concatenate(each) for each in zip(*parts, strict=True))
     offloads, recomputed = (np.array(each)[relief] for each in zip(*reliefs, strict=True))
     some = layouts.take(rows, offload=offloads, recompute=recomputed)
-    took = np.zeros(len(rows))
-    for start in range(0, len(rows), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        took[chunk] = asked.time_model.seconds(some.take(chunk))
+    chunks = [slice(start, start + CHUNK) for start in range(0, len(rows), CHUNK)]
+    took = np.concatenate([np.zeros(0), *(asked.time_model.seconds(some.take(chunk)) for chunk in chunks)])
     priced = FoundLayouts(some, family[rows] * len(reliefs) + relief, took, held)
     roomy = held <= HEADROOM * whole
     return priced.take(roomy), priced.take(~roomy), considered
