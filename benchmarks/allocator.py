@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Peak", "peak_of"]
-
 
 class Peak(NamedTuple):
     """The most bytes held at a time; somewhere from `least` to `most`, which are equal where every release was seen."""

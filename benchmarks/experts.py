@@ -30,10 +30,6 @@ from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import MIB, Stack, stack_of
 from mpkit.prediction.cost_model.step import StepModel
 
-__all__ = [
-    "EXPERT_ROWS", "MODELS", "ExpertCase", "FoldingRow", "read_expert_cases", "read_rows", "seconds_of_layer",
-]  # fmt: skip
-
 EXPERT_ROWS = Path(__file__).with_name("expert_rows")
 MIXTRAL = Architecture(56, 6144, 48, kv_heads=8, ffn=16384, vocabulary=32768, gated=True, experts=8, top_k=2)
 MODELS = {

@@ -16,8 +16,6 @@ from mpkit.devices.catalogue.machines import link_named, rows
 from mpkit.devices.hardware import RAMP, Link, collective_time, hops, wire_factor
 from mpkit.trace import Kind
 
-__all__ = ["Fit", "fit_all_reduce", "fit_cards", "fit_loopback", "sweep"]
-
 
 def sweep(system: str, least: float = 0.0) -> tuple[int, np.ndarray, np.ndarray]:
     """Return a system's all-reduce sweep: the number of ranks, payloads in bytes from `least` on, and seconds."""

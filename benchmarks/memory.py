@@ -20,8 +20,6 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 
-__all__ = ["CASES", "LIMIT", "PLANS", "Case", "ResNet", "errors"]
-
 STEPS, LIMIT = 3, 0.03
 VOCAB, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 2048, 128, 8, 128, 4, 4
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 import mpkit as mk
 from benchmarks.allocator import peak_of
 
-__all__ = ["Row", "Step", "compared", "compared_peaks", "pairs", "peak_memory", "row"]
-
 Step = Callable[[int], None]
 Row = dict[str, Any]
 

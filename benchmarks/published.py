@@ -34,16 +34,6 @@ from mpkit.prediction.cost_model.preset import (
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 from mpkit.prediction.cost_model.workload import Workload
 
-__all__ = [
-    "accuracy_table",
-    "allocated",
-    "fit_all",
-    "key_of",
-    "main",
-    "published_beside_found",
-    "stacks_left_out",
-]
-
 PRESETS = Path(__file__).parents[1] / "mpkit" / "prediction" / "cost_model" / "presets.csv"
 
 ACCURACY = Path(__file__).parents[1] / "docs" / "accuracy.md"

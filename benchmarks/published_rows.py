@@ -20,8 +20,6 @@ from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.preset import Observation
 from mpkit.prediction.cost_model.stack import stack_of
 
-__all__ = ["read_folder"]
-
 Row = dict[str, str]
 
 

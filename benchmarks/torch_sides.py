@@ -18,8 +18,6 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT, chain, next_token_loss
 
-__all__ = ["Batches", "Step", "adamw", "data_parallel", "experts", "pipeline", "ring", "tensor_parallel"]
-
 Step = Callable[[int], float | None]
 Batches = Sequence[tuple[Tensor, Tensor]]
 aten = torch.ops.aten

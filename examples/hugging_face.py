@@ -38,7 +38,6 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["HFExperiment", "HFRow", "LanguageModel", "hf_experiment"]
 
 BATCH, LENGTH, GPUS = 4, 1024, 2
 NVLINK, NO_NVLINK = "2x-titan-rtx-nvlink", "2x-titan-rtx"

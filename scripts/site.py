@@ -29,8 +29,6 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.views.page.html import html
 from mpkit.views.theme import THEMES
 
-__all__ = ["GALLERY", "PICTURES", "RUNS", "main", "record", "write"]
-
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 STEPS, MICROBATCHES = 3, 4

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import mpkit as mk
 
-__all__ = ["FREE", "counted"]
-
 FREE = mk.devices.Hardware(
     "counted",
     mk.devices.Device("counted", {"float32": 1e9}, bandwidth=1e15),

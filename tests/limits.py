@@ -11,8 +11,6 @@ import select
 import time
 from collections.abc import Callable, Iterable
 
-__all__ = ["EVENT", "PROGRAM", "SCALE", "wait_for", "wait_until_gone"]
-
 SCALE = float(os.environ.get("MPKIT_TEST_LIMITS", "1"))
 """The factor of every limit, pytest's own included."""
 

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["adamw", "logits_loss", "normal", "sgd"]
-
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     """With a rate at which a few steps show.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["unwrapped"]
-
 
 def unwrapped(shown: object) -> str:
     """The text of a thing with one blank for each run of blanks."""

@@ -30,8 +30,6 @@ import numpy as np
 
 from examples.flexflow.price import Array, ChainCosts
 
-__all__ = ["Choice", "brute_force", "fastest", "least_memory", "weigh_chain"]
-
 BEAM = 300
 """Labels per layer of the search for a choice that is nearly the best."""
 

@@ -25,8 +25,6 @@ from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.gpt import GPT, Block, Embedding, Head
 from mpkit.trace.record.flops import count
 
-__all__ = ["ELEMENTWISE", "describe_chain"]
-
 SAMPLES = 2
 """Samples that layers are called with: one is too few for BatchNorm."""
 

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from mpkit.plan.kinds import real, whole
 
-__all__ = ["CHANNELS", "Layer", "Split", "TensorLayout", "splits_of"]
-
 CHANNELS = {
     "gathered": "each device needs all channels of the input and makes some of the output (linear, convolution)",
     "kept": "input and output are divided alike (activations, pooling)",

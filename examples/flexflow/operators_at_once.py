@@ -33,7 +33,6 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["OperatorsAtOnce", "mean_and_std_at_once"]
 
 RANKS = 2
 OPERATORS = ("std", "mean")

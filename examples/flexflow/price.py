@@ -28,8 +28,6 @@ from examples.flexflow.resharding import ReshardingCollective, backward, forward
 from mpkit.devices.hardware import Hardware, collective_time
 from mpkit.trace import Kind
 
-__all__ = ["ITEMSIZE", "STATES", "Array", "ChainCosts", "ChainPrices"]
-
 Array = NDArray[np.float64]
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

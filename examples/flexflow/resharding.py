@@ -25,8 +25,6 @@ from typing import NamedTuple
 from examples.flexflow.layer import TensorLayout
 from mpkit.trace import Kind
 
-__all__ = ["ReshardingCollective", "backward", "forward"]
-
 
 class ReshardingCollective(NamedTuple):
     """One collective: its kind, the payload in bytes (as `mpkit.devices` counts it), and the size of each group."""

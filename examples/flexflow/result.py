@@ -23,8 +23,6 @@ from mpkit.plan.kinds import real
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LayerChoice", "LayerStrategies", "search_chain"]
-
 
 @dataclass(frozen=True)
 class LayerChoice:

@@ -14,7 +14,6 @@ from mpkit.trace import Kind, Lane, Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["RANKS", "PhaseTraffic", "Soap", "Way", "count_exchanged"]
 
 RANKS = 2
 

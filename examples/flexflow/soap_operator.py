@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["AlgebraicOperator", "Box", "Pieces", "add_bias", "cut", "mine", "normalize", "pieces", "whole"]
-
 Box = tuple[tuple[int, int], ...]
 """Which part of a tensor: the first index and the one after the last, by dimension."""
 

@@ -36,7 +36,7 @@ from mpkit.strategies.comm.communicator import Communicator
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["WAYS", "on_a_rank"]
+
 Phase = Callable[[str, str], AbstractContextManager[Any]]
 """A function that opens the span of a phase, in which a tensor is sent."""
 

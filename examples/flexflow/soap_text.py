@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from examples.flexflow.soap_found import Soap, Way
     from examples.flexflow.soap_operator import Box
 
-__all__ = ["soap_text"]
 
 MOST_ROWS, MOST_COLUMNS = 8, 16
 """The most rows and columns of characters with which a matrix is drawn."""

@@ -24,8 +24,6 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import whole
 
-__all__ = ["layer_strategies"]
-
 MOST_DEVICES = 2**20
 
 

@@ -11,7 +11,6 @@ from mpkit.common.units import bytes_text, seconds
 if TYPE_CHECKING:
     from examples.flexflow.result import LayerChoice, LayerStrategies
 
-__all__ = ["layers_html", "layers_text"]
 
 HEAD = ["layer", "split", "compute", "inside", "gradients", "resharding", "memory"]
 LEGEND = "S samples, O operators, A attribute, P parameters; inside: what a layer sends within itself"

@@ -8,11 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-__all__ = [
-    "diagnose_traces", "examine_machine", "grade_notebooks", "open_traces", "print_launch",
-    "train_demo", "watch_program", "write_exercises",
-]  # fmt: skip
-
 
 def train_demo(options: argparse.Namespace) -> None:
     """Run `mpkit demo`."""

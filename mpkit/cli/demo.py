@@ -37,8 +37,6 @@ from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.page.html import html
 from mpkit.views.timeline.text import text
 
-__all__ = ["Demo", "DemoStrategy", "Outcome", "find_strategy", "strategies"]
-
 EQUAL = "equal to serial"
 
 WIDEST = 120

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from mpkit.cli.watch import CommandProgram
 
-__all__ = ["LaunchPlan", "commands"]
-
 MOST_GPUS = 64
 """GPUs per node; more are taken for a mistake."""
 

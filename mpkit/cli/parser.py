@@ -11,8 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["CommandParser", "add_commands"]
-
 TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path}
 
 

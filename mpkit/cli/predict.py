@@ -13,7 +13,6 @@ from mpkit.plan.kinds import ORDERS
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.architecture import Architecture
 
-__all__ = ["advise_plan", "plan_of", "predict"]
 
 SEQUENCE = 4096
 NODE = "node"

@@ -18,8 +18,6 @@ from mpkit.launch.session.cluster import Cluster
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["CommandProgram", "watch"]
-
 
 @dataclass(frozen=True)
 class CommandProgram:

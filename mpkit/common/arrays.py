@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Numbers", "at_largest", "call_distinct", "larger", "log2", "smaller", "take", "where"]
-
 Numbers: TypeAlias = Any
 """A number, or an array of one for each plan."""
 

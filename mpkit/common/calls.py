@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from mpkit.errors import ArgumentError
 
-__all__ = ["answers", "mistaken_call"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["FULL", "NO_LINK", "create", "full_disk", "name_full_disk", "write_whole"]
-
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

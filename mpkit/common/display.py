@@ -23,16 +23,6 @@ from mpkit.common.safe_text import escape
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "ChartedResult",
-    "DrawnResult",
-    "WidgetResult",
-    "data_frame",
-    "draw",
-    "image",
-    "in_notebook",
-    "write_text",
-]
 
 RENDERERS = "mpkit.views.renderers"
 """The module of the table, which is imported when something is drawn."""

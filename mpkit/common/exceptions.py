@@ -12,8 +12,6 @@ import warnings
 from mpkit.common.tracebacks import level_of_user
 from mpkit.errors import UnwisePlan
 
-__all__ = ["message_of", "one_line", "report"]
-
 
 def one_line(error: BaseException) -> str:
     """Return an exception's type and message in one line, without the traceback.

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 
 from mpkit.errors import NeedsTorch
 
-__all__ = ["lacks_torch", "needs_notebook", "needs_torch", "require_torch"]
-
 
 def needs_notebook(what: str, error: ImportError) -> ImportError:
     """Return an ImportError that says how to install what `what` needs, and what works without it.

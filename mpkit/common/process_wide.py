@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["LOCK", "Replacements", "cores", "make_undumpable", "silent"]
-
 
 class Replacements:
     """What was replaced, to be restored in the reverse order.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import html
 import re
 
-__all__ = ["escape", "visible"]
-
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
     "\u202a-\u202e\u2066-\u2069"  # characters that set the writing direction

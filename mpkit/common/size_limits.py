@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_json", "read_text"]
-
 
 def read_text(path: Path, most: int = 2**24) -> str:
     """Return the text of a file in UTF-8, without a mark of the byte order.

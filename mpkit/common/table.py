@@ -6,8 +6,6 @@ from collections.abc import Collection, Sequence
 
 from mpkit.common.safe_text import escape
 
-__all__ = ["table_html", "table_text"]
-
 Rows = Sequence[Sequence[str]]
 
 LONG = 60

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = ["GENERATORS", "SEEN", "current", "places"]
 
 SEEN = ("2.11", "2.13", "2.14", "2.15")
 """The releases of torch that have all of these names."""

@@ -25,18 +25,6 @@ from mpkit.common.calls import mistaken_call
 from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.errors import MpkitError
 
-__all__ = [
-    "fold_chain",
-    "fold_stack",
-    "folds",
-    "in_cells",
-    "internals_shown",
-    "level_of_user",
-    "public",
-    "show_internals",
-]
-
-
 Thing = TypeVar("Thing")
 
 FOLDED = ("mpkit", "torch", "contextlib", "functools")

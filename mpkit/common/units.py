@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from textwrap import fill
 
-__all__ = [
-    "bytes_text", "flops_text", "memory_share", "memory_text", "memory_unit", "percent", "seconds", "trim_zeros",
-    "wrapped",
-]  # fmt: skip
-
 
 def seconds(value: float) -> str:
     """Format a time with three digits and a suitable unit.

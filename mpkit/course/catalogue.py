@@ -21,8 +21,6 @@ from mpkit.course.framework.exercise import HOME, Exercise
 from mpkit.course.framework.source import ExerciseSource, given_in
 from mpkit.course.signatures import FILE, Signature, read_signatures
 
-__all__ = ["ExerciseEntry", "families", "find", "of_family", "solution_folders"]
-
 OF_A_CHECKOUT = (".git", "build", "notebooks", "tests")
 """The folders of mpkit's repository that hold solutions as well."""
 

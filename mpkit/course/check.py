@@ -11,8 +11,6 @@ from mpkit.course.judge import UNCOUNTED, is_stub, judge
 from mpkit.course.progress import ExerciseProgress, Overview, Progress
 from mpkit.course.verdict import Checked
 
-__all__ = ["check", "check_arguments", "progress"]
-
 
 @public
 def check(name: str, answer: Any = None) -> Checked:

@@ -42,8 +42,6 @@ from typing import Any
 
 from mpkit.course.framework.exercise import Mistake
 
-__all__ = ["PLACEHOLDER", "ExerciseText", "read_text"]
-
 PLACEHOLDER = r"\{([A-Z][A-Z_]*)(:[^{}]*)?\}"
 """A constant's name and its format, in a text."""
 

@@ -37,7 +37,6 @@ from mpkit.trace import Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["SLIP", "STUB", "UNCOUNTED", "is_stub", "judge", "lesson", "not_judged", "tell"]
 
 STUB, SLIP = "not-written", "an-error"
 """What is told of programs that are no answers yet."""

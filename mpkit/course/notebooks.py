@@ -22,8 +22,6 @@ from typing import Any, Literal
 from mpkit.course.catalogue import ExerciseEntry, families, of_family
 from mpkit.course.framework.source import BEGIN, END, IMPORTS, given_in
 
-__all__ = ["Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
-
 Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 TURN = "your-turn"

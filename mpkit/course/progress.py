@@ -14,9 +14,6 @@ from mpkit.common.safe_text import escape
 from mpkit.common.size_limits import read_json, read_text
 from mpkit.course.catalogue import ExerciseEntry
 
-__all__ = ["FILE", "ExerciseProgress", "Overview", "Progress"]
-
-
 FILE = "mpkit-progress.json"
 
 

@@ -21,8 +21,6 @@ from mpkit.course.framework.exercise import Case, Seen
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Relation", "find_relation"]
-
 
 @dataclass(frozen=True)
 class Relation:

@@ -16,8 +16,6 @@ from mpkit.errors import Deadlock, RankFailed
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BesideSerial", "beside_serial"]
-
 
 @dataclass(frozen=True, repr=False)
 class BesideSerial:

@@ -30,7 +30,6 @@ from mpkit.trace import Lane
 if TYPE_CHECKING:
     from mpkit.course.catalogue import ExerciseEntry
 
-__all__ = ["FILE", "Signature", "find_mistake", "read_signatures", "record_signatures", "signature_of"]
 
 FILE = "signatures.json"
 """The file of a family's folder that has the signatures of its exercises' wrong answers."""

@@ -25,9 +25,6 @@ from mpkit.views.timeline.svg import gutter_of, svg
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = [
-    "NOT_JUDGED", "Checked", "NotSolved", "checked_html", "checked_of", "checked_text", "verdict_json",
-]  # fmt: skip
 
 NOT_JUDGED = "not-judged"
 """In place of a mistake: the machine was too busy to run the ranks."""

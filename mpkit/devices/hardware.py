@@ -43,8 +43,6 @@ from mpkit.common.arrays import Numbers, larger, log2, smaller, where
 from mpkit.common.tracebacks import public
 from mpkit.trace import Kind
 
-__all__ = ["RAMP", "Device", "Hardware", "Link", "collective_time", "find_busiest", "hops", "wire_factor"]
-
 
 @public
 @dataclass(frozen=True)

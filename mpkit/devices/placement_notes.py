@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 from mpkit.common.units import memory_share, memory_text
 
-__all__ = ["TP_INSIDE", "out_of_memory", "spans_nodes"]
-
 GIB = 2**30
 TP_INSIDE = "Tensor parallelism sends four times per layer what nothing hides: keep it inside the node."
 

@@ -26,8 +26,6 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
 
-__all__ = ["failure", "out_of_memory_text"]
-
 
 class FailurePlace(TypedDict):
     """Where a rank was; None where that is not known."""

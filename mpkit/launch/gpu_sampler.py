@@ -22,8 +22,6 @@ from mpkit.devices.local.gpus import inventory_of
 from mpkit.trace import SAMPLE
 from mpkit.trace.record.files import RecordFile
 
-__all__ = ["NOT_SAMPLED", "PERIOD", "GpuSampler", "gpus_of", "read_gpu"]
-
 PERIOD = 0.1
 """Seconds from one sample of a GPU to the next."""
 

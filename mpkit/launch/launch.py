@@ -31,8 +31,6 @@ from mpkit.launch.process.processes import RankProcesses, is_stopped
 from mpkit.launch.process.run_folder import new_folder
 from mpkit.trace import Trace
 
-__all__ = ["Launch", "RankLaunch"]
-
 KILL_TAKES = 5.0
 """Seconds within which killed ranks have exited, if the fork server answers."""
 

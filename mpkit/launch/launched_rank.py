@@ -48,8 +48,6 @@ from mpkit.trace import HEADER, MEMORY, OP, Trace
 from mpkit.trace.record.recorder import Recorder
 from mpkit.trace.records import VALUE
 
-__all__ = ["LaunchedRank"]
-
 WAY_OUT = 2.0
 """Seconds that this process's own code is given to come out with an error of its own, before the process is ended."""
 

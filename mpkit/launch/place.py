@@ -12,10 +12,6 @@ from typing import NamedTuple
 
 from mpkit.common.launch_folder import OWN
 
-__all__ = [
-    "LAUNCHERS", "LauncherPlace", "first_host", "is_launched", "place_here", "refuse_second_launcher", "within_cluster",
-]  # fmt: skip
-
 
 class LauncherVariables(NamedTuple):
     """The variables with which a launcher, named by its command, describes a process; "" where there is none."""

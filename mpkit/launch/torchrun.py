@@ -42,7 +42,6 @@ from mpkit.launch.place import LauncherPlace, place_here
 if TYPE_CHECKING:
     from mpkit.strategies.prepare.prepare import TrainJob
 
-__all__ = ["Launcher", "agree_on_job", "interface_to"]
 
 T = TypeVar("T")
 

@@ -12,8 +12,6 @@ from typing import Any
 from mpkit.common.tracebacks import public
 from mpkit.plan.kinds import CONTIGUOUS, ORDERS
 
-__all__ = ["attention_work", "balance"]
-
 
 @public
 def balance(costs: Sequence[float], stages: int) -> list[range]:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mpkit.common.disk import write_whole
 
-__all__ = ["Config"]
-
 
 class Config(str):
     """What `Plan.to` returns: the text of the file, as a str.

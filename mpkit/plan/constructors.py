@@ -10,8 +10,6 @@ from mpkit.common.calls import answers
 from mpkit.errors import UnknownName
 from mpkit.plan.kinds import constructors, keywords, whole
 
-__all__ = ["NAMED_AS_FIELDS", "NamedConstructors"]
-
 
 @answers("Plan.dp(replicas=4)", keywords)
 def dp(cls: type[Any], replicas: int, **options: Any) -> Any:

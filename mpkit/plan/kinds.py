@@ -19,27 +19,6 @@ from typing import Any, NamedTuple
 
 from mpkit.plan.tensor_plan import TensorPlan
 
-__all__ = [
-    "CONTIGUOUS",
-    "KINDS",
-    "METHODS",
-    "MOST",
-    "ORDERS",
-    "ZIGZAG",
-    "Change",
-    "Parts",
-    "constructors",
-    "every",
-    "keywords",
-    "meant_values",
-    "parts_of",
-    "real",
-    "rejection_of",
-    "schedules",
-    "tables",
-    "whole",
-]
-
 MOST = 1_000_000
 """Ranks, and also stages per rank and micro-batches."""
 

@@ -30,21 +30,6 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-__all__ = [
-    "AXES",
-    "AXIS_INKS",
-    "EXPERT_AXES",
-    "HYBRID_AXES",
-    "WORLD",
-    "Mesh",
-    "Place",
-    "axis_of",
-    "join_axes",
-    "long_axes",
-    "mesh_of",
-    "place_text",
-]
-
 AXES = ("pp", "dp", "cp", "tp")
 """The whole axes; the last varies fastest."""
 HYBRID_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

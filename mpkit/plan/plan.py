@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mpkit.plan.config import Config
     from mpkit.plan.schedule.core import Source
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True)
 class Plan(metaclass=NamedConstructors):

@@ -32,8 +32,6 @@ from mpkit.plan.schedule import Schedule, validate
 from mpkit.plan.schedule.catalogue import ANY, GPIPE, SCHEDULES
 from mpkit.plan.schedule.core import as_list
 
-__all__ = ["call_of", "change_plan", "check_plan", "describe", "own_schedule"]
-
 P = TypeVar("P")
 
 CHAIN = 64

@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Region", "TensorPlan"]
-
 
 @dataclass(frozen=True)
 class Region:

@@ -63,8 +63,6 @@ from mpkit.trace.files import read_rank
 from mpkit.trace.record.counted_clock import CountedRecorder, CountingMode
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["kinds", "mirror", "trace_fake"]
-
 
 @public
 def trace_fake(

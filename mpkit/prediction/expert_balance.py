@@ -26,8 +26,6 @@ import numpy.typing as npt
 from mpkit.common.display import DrawnResult
 from mpkit.trace.expert_load import ExpertLoad, Rows
 
-__all__ = ["ExpertBalance", "LayerBalance", "balance_load", "place_experts"]
-
 Indices = npt.NDArray[np.int64]
 
 

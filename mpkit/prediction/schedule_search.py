@@ -28,8 +28,6 @@ from mpkit.plan.schedule.validate import each
 from mpkit.timeline.simulation import Times, by_stage, simulate, time_of, whole_backward
 from mpkit.timeline.timeline import Timeline
 
-__all__ = ["FoundSchedule", "search_schedule"]
-
 
 @dataclass(frozen=True, repr=False)
 class FoundSchedule:

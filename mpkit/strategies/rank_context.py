@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
     from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Context"]
-
 
 @dataclass(frozen=True)
 class Context:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["DRY_RUN", "PROFILED", "SIMULATED", "Answer", "Basis", "HasTimeline", "basis_of"]
-
 
 class Basis(NamedTuple):
     """What an answer rests on, in words.

@@ -26,8 +26,6 @@ from mpkit.timeline.simulation import simulate
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 
-__all__ = ["ComparedStep", "Comparison", "compare", "compare_timelines"]
-
 
 @dataclass(frozen=True)
 class ComparedStep:

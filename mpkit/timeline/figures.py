@@ -15,7 +15,6 @@ from mpkit.trace import CATEGORIES, Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Figures", "stage_times"]
 
 Array = npt.NDArray[Any]
 

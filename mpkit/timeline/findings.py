@@ -13,8 +13,6 @@ from mpkit.plan.mesh import mesh_of
 from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.idleness import CAUSES, SCHEDULED, causes_of
 
-__all__ = ["Diagnosis", "Finding"]
-
 WAITED_FOR = ("imbalance", "dependency", "other")
 """What a straggler adds to: others wait for its result, and if its host is late, itself for no known reason."""
 

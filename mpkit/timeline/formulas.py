@@ -32,8 +32,6 @@ from mpkit.plan.mesh import Mesh, join_axes, long_axes, mesh_of
 from mpkit.plan.plan import Plan
 from mpkit.trace import Kind
 
-__all__ = ["Formula", "FormulaInputs", "formula_of"]
-
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

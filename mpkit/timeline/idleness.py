@@ -34,7 +34,6 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CAUSES", "SCHEDULED", "causes_of", "idle_by_cause", "jitter_of", "parts_of_step"]
 
 Array = npt.NDArray[Any]
 

@@ -16,8 +16,6 @@ from mpkit.timeline.replay import Replay
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import read_rank
 
-__all__ = ["LiveFeed"]
-
 
 class LiveFeed:
     """The new spans of a run, on request.

@@ -13,11 +13,6 @@ import numpy.typing as npt
 
 from mpkit.trace import CATEGORIES, Kind, Lane
 
-__all__ = [
-    "active", "busy", "changes_within", "common", "covered", "covered_times", "exposed_seconds", "extent", "length",
-    "levels_of", "waits_within", "work", "work_times",
-]  # fmt: skip
-
 Array = npt.NDArray[Any]
 
 

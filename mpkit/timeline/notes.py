@@ -14,7 +14,6 @@ from mpkit.trace.proof import Proof
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["clock_notes", "failure_notes", "placement_notes", "proof_notes", "sample_notes"]
 
 REPEATED = (
     "Memory was measured in the first steps, until one repeated another; each later step of that kind is drawn as it "

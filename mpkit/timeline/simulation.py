@@ -26,8 +26,6 @@ from mpkit.timeline.replay import SPAN, Replay
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, Lane, RankTrace, lane_of
 
-__all__ = ["Times", "by_stage", "followed_by", "simulate", "time_of", "whole_backward"]
-
 Array = npt.NDArray[Any]
 Times = float | Sequence[float]
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mpkit.timeline.volume import CommVolume
     from mpkit.trace import Trace
 
-__all__ = ["Timeline"]
-
 
 @public
 @dataclass(repr=False)

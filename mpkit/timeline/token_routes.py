@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mpkit.trace import Trace
     from mpkit.trace.expert_load import Rows
 
-__all__ = ["TokenRoutes", "token_routes"]
-
 
 @dataclass(frozen=True, eq=False)
 class TokenRoutes(DrawnResult):

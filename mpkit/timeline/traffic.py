@@ -26,8 +26,6 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "members_of", "sent_to", "unknown_payloads"]
-
 
 @dataclass(frozen=True)
 class Flow:

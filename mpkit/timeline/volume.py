@@ -19,8 +19,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CommVolume", "VolumeRow", "comm_volume"]
-
 
 @dataclass(frozen=True)
 class VolumeRow:

@@ -19,7 +19,6 @@ from mpkit.trace.validation import check_steps
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["AttentionWork", "attention_work_of"]
 
 ATTENDED = 3
 """The kind of a logged value that is the number of pairs of a query and a key in a step."""

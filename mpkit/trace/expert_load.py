@@ -16,7 +16,6 @@ from mpkit.trace.validation import check_steps
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ExpertLoad", "expert_load_of"]
 
 Rows = npt.NDArray[np.float64]
 ROWS = 2

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from mpkit.errors import TraceError
 from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, SAMPLE, SENT_PART, VALUE
 
-__all__ = ["RankTrace", "map_file", "read_rank"]
-
 
 @dataclass
 class RankTrace:

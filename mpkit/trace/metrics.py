@@ -12,8 +12,6 @@ from mpkit.trace.files import RankTrace
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Metrics", "Stop", "metrics_of", "stop_of"]
-
 
 class Stop(NamedTuple):
     """The end of a training before its last step.

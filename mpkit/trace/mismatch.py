@@ -16,8 +16,6 @@ import numpy as np
 from mpkit.trace.files import RankTrace
 from mpkit.trace.records import LAYER, Kind
 
-__all__ = ["SHARDED", "IssuedCall", "find_issued", "fits", "why_not"]
-
 SHARDED = (
     "ZeRO-3 gathers a layer's parameters when the layer is called, and sums its gradients after its backward: all "
     "ranks call the same layers in the same order. Where samples decide which layers are called (a branch, an expert "

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["PROOF", "Proof", "number_steps", "power"]
-
 PROOF = "proof.json"
 """The file in a run's folder that keeps its proof."""
 

@@ -6,21 +6,6 @@ from enum import IntEnum
 
 import numpy as np
 
-__all__ = [
-    "CATEGORIES",
-    "HEADER",
-    "LAYER",
-    "MAGIC",
-    "MEMORY",
-    "OP",
-    "SAMPLE",
-    "SENT_PART",
-    "VALUE",
-    "Kind",
-    "Lane",
-    "lane_of",
-]
-
 
 class Lane(IntEnum):
     """The lanes of one device: what can happen on it at the same time."""

@@ -23,8 +23,6 @@ from mpkit.trace.proof import PROOF
 from mpkit.trace.records import MEMORY, OP, SAMPLE, SENT_PART, VALUE, Kind
 from mpkit.trace.validation import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
-__all__ = ["Trace"]
-
 VERSION = 2  # 2: loading data is an op of its own kind and lane
 
 

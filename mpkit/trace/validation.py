@@ -19,8 +19,6 @@ from mpkit.trace.files import RankTrace
 from mpkit.trace.proof import Proof
 from mpkit.trace.records import CATEGORIES, SAMPLE, Kind, lane_of
 
-__all__ = ["MOST_RANKS", "check_meta", "check_rank", "check_steps", "check_unpacked"]
-
 MOST_RANKS = 65_536
 """The most ranks of one trace; the largest trainings so far had some ten thousand."""
 

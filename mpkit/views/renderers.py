@@ -5,8 +5,6 @@ A result with a "chart" is drawn from it in every form that it has no function o
 
 from __future__ import annotations
 
-__all__ = ["RENDERERS"]
-
 RESULTS = "mpkit.views.results"
 
 RENDERERS = {

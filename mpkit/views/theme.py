@@ -13,28 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap
 
-__all__ = [
-    "ACCENT",
-    "ALARM",
-    "FONT",
-    "GREY",
-    "HEADING",
-    "LINE",
-    "MARGIN",
-    "MONO",
-    "REST",
-    "SERIES",
-    "STATUS",
-    "TEXT",
-    "THEMES",
-    "WHOLE_WORDS",
-    "Theme",
-    "page_style",
-    "style_block",
-    "substitute_theme",
-    "wrap_words",
-]
-
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', monospace"
 WHOLE_WORDS = "white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"

@@ -12,8 +12,6 @@ from itertools import groupby
 from sphinx.application import Sphinx
 from sphinx.util.typing import ExtensionMetadata
 
-__all__ = ["literal_drawings", "setup"]
-
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Examples?|Notes?):")
 COLUMNS = re.compile(r"\S {3,}\S")
 

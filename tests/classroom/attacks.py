@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
-__all__ = ["ATTACKS", "TOGETHER", "TRIED", "answer"]
-
 TRIED = "the attack was tried"
 
 VERDICT = '{"rows": [["all", "right", "right", true, null]], "mistake": "", "lesson": [], "hint": "", "printed": []}'

@@ -24,8 +24,6 @@ import mpkit as mk
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.trace import Kind, Lane, RankTrace
 
-__all__ = ["CASES", "Case", "first_finding"]
-
 WIDTH = 4096
 A100 = "8x-a100-nvlink"
 JITTER = 0.02

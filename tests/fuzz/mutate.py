@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Damage", "damaged_bytes", "damaged_json", "damaged_text"]
-
 Damage = Callable[[bytes, random.Random], bytes]
 
 WORDS = [

@@ -35,8 +35,6 @@ from mpkit.trace import HEADER, Kind, Trace
 from mpkit.trace.record.recorder import Recorder
 from tests.fuzz.mutate import Damage, damaged_bytes, damaged_json, damaged_text
 
-__all__ = ["READERS", "Reader"]
-
 
 @dataclass(frozen=True)
 class Reader:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Program", "ddp_program", "write_ranks"]
-
 HOST, ENGINE = 100, 200
 
 

@@ -27,8 +27,6 @@ import pytest
 
 import mpkit as mk
 
-__all__ = ["Outputs", "refuted"]
-
 NUMBER = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 WORDS = {
     "half": 0.5, "a third": 1 / 3, "a quarter": 0.25, "one": 1, "two": 2, "twice": 2, "three": 3, "four": 4, "five": 5,

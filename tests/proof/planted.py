@@ -19,8 +19,6 @@ from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.partitioned_stage import PartitionedStage
 from mpkit.strategies.update.update import Update
 
-__all__ = ["FAULTS", "Planted"]
-
 
 class Planted:
     """A loss that plants a fault on each rank that unpickles it, and nowhere else."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from mpkit import Plan
 
-__all__ = ["MISSING", "VALIDATORS"]
-
 MISSING = {"slurm": "sbatch --test-only needs a cluster; bash reads the script"}
 
 

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 import mpkit as mk
 
-__all__ = ["ARCHITECTURES", "Architecture", "batch_of", "build", "loss_of"]
-
 VOCABULARY, WIDTH, HEADS, LENGTH, CLASSES, BATCH = 40, 32, 4, 8, 5, 4
 
 Batch = tuple[dict[str, Tensor], Tensor]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WHOLE", "difference", "is_tensor", "spell"]
 
 WHOLE = 100
 """So many items of a list are shown where a result is shown whole."""

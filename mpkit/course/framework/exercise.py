@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from mpkit.plan.schedule import Schedule
     from mpkit.timeline.timeline import Timeline
 
-__all__ = [
-    "HOME", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Seen",
-]  # fmt: skip
 
 HOME = "mpkit.course.exercises"
 """The package of the exercises."""

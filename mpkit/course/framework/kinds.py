@@ -25,8 +25,6 @@ from mpkit.course.framework.room import PackedAnswer, Room
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["OnRanks", "Questions", "call_with"]
-
 
 LONGEST = 160
 """Expected results of so many characters are shown whole where an answer is wrong."""

@@ -25,23 +25,6 @@ from mpkit.course.framework.exercise import CheckRow, Seen
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
-__all__ = [
-    "calls",
-    "collectives",
-    "copied_bytes",
-    "count_exposed_layers",
-    "gathers_and_layers",
-    "makespan",
-    "messages",
-    "node_bytes",
-    "payload",
-    "peak",
-    "ring",
-    "row_beside",
-    "sent_bytes",
-    "wire",
-]
-
 
 def sent_bytes(seen: Seen) -> float:
     """Return the bytes of messages that the busiest rank sends."""

@@ -28,8 +28,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Host", "Memory"]
-
 
 class Memory(TorchDispatchMode):
     """Counts all tensors that are made inside `with Memory(ctx, model.parameters()):`.

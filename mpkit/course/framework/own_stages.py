@@ -19,7 +19,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["checkpoint_by_hand", "record_stage"]
 
 FLOPS = 2e8
 """FLOPs of a forward."""

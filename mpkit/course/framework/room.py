@@ -42,19 +42,6 @@ if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
     from mpkit.strategies.rank_context import Context
 
-__all__ = [
-    "PackedAnswer",
-    "Play",
-    "Room",
-    "error_and_line",
-    "fingerprint",
-    "limit_memory",
-    "name_cell_lines",
-    "pack_result",
-    "plain",
-    "shared_room",
-    "unpack_result",
-]
 
 Play = Callable[[Any, Any, Case], Any]
 """The function that runs on a rank: takes the rank's context, the answer and the case; returns the result to check."""

@@ -26,7 +26,6 @@ from mpkit.timeline.simulation import simulate
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["ONE_ROW", "SHAPE", "Schedules", "bubble", "in_turns", "live"]
 
 STEPS = 2
 SHAPE = "the order of the schedule"

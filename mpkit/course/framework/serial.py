@@ -19,23 +19,6 @@ from torch import Tensor, nn
 
 from mpkit.course.framework.exercise import Case
 
-__all__ = [
-    "Batch",
-    "Outcome",
-    "adam",
-    "batches",
-    "fill",
-    "gradients",
-    "mlp",
-    "model",
-    "mse",
-    "outcome",
-    "sgd",
-    "share",
-    "train",
-    "weights",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 Batch = tuple[Tensor, Tensor]

@@ -14,8 +14,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BEGIN", "END", "ExerciseSource", "given_in", "run_cell"]
-
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 """nbgrader's own markers."""
 

@@ -21,8 +21,6 @@ import mpkit
 from mpkit.course.framework.room import PackedAnswer, limit_memory
 from mpkit.course.grading.submissions import checks_in
 
-__all__ = ["ENDED", "STARTED", "main"]
-
 LARGEST_FILE = 64 * 2**20
 STARTED = "started"
 """The file that marks the end of the imports; from then on the notebook's time counts."""

@@ -22,8 +22,6 @@ from mpkit.course.grading.report import GradeReport
 from mpkit.course.grading.submissions import handed_in
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, way_to_enclose
 
-__all__ = ["grade"]
-
 ENCLOSED = {
     "namespaces": "each notebook and each answer sees its own processes only, writes to a folder of its own only, and "
     "reads neither solutions nor other notebooks",

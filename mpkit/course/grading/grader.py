@@ -30,8 +30,6 @@ from mpkit.course.judge import not_judged
 from mpkit.course.sandbox.guard import TOO_BUSY, Guard, sweep, way_to_enclose
 from mpkit.course.verdict import Checked
 
-__all__ = ["Grader", "environment"]
-
 AGAIN = "not judged, since this machine was too busy: the same command judges it again"
 NOT_APART = "this system encloses no processes: look at the answers yourself"
 

@@ -15,8 +15,6 @@ from mpkit.course.grading.submissions import HandedIn
 from mpkit.course.sandbox.guard import Guard
 from mpkit.course.verdict import Checked, checked_of, verdict_json
 
-__all__ = ["Grade", "GradeStore", "key_of", "totals"]
-
 
 @dataclass(frozen=True)
 class Grade:

@@ -20,8 +20,6 @@ from mpkit.course.grading.judge_process import Judges
 from mpkit.course.sandbox.guard import Guard
 from mpkit.course.verdict import NotSolved
 
-__all__ = ["require"]
-
 
 def require(name: str, answer: Any) -> bool:
     """Return True if an answer to an exercise is right.

@@ -47,8 +47,6 @@ from mpkit.course.sandbox.guard import (
 from mpkit.course.sandbox.ranks_apart import RanksApart
 from mpkit.course.verdict import Checked, checked_of, verdict_json
 
-__all__ = ["Judges"]
-
 FAILURES = 1
 """The number of failures that reports assume: they give the second hint, as the student has tried already."""
 

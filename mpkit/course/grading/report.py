@@ -26,8 +26,6 @@ from mpkit.course.judge import UNCOUNTED
 from mpkit.course.verdict import Checked, checked_html
 from mpkit.views.theme import page_style
 
-__all__ = ["GradeReport", "page_name"]
-
 
 class GradeReport:
     """The table and the pages.

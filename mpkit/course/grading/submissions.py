@@ -27,8 +27,6 @@ from mpkit.common.safe_text import visible
 from mpkit.common.size_limits import read_json
 from mpkit.course.catalogue import ExerciseEntry, find, of_family
 
-__all__ = ["HandedIn", "NoNotebook", "checks_in", "code_cells", "handed_in", "read_file"]
-
 LARGEST = 64 * 2**20
 """The most bytes of a notebook; those with many pictures have some ten million."""
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpkit.timeline.foreign.open_trace import OpenedTrace
 
-__all__ = ["Arrival", "arrivals", "open_profiles", "write"]
 
 RANKS, STEPS, LAYERS, BUCKET = 8, 4, 6, 2
 LATE_STEP = 1

@@ -24,7 +24,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Algorithm", "TimedLink"]
 
 Algorithm = Literal["ring", "tree"]
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from mpkit.common.units import bytes_text, percent
 
-__all__ = ["EXAMPLES", "amount", "spell_amount"]
-
 UNITS: Mapping[str, Mapping[str, float]] = {
     "share": {"": 1.0, "%": 0.01},
     "bytes": {"": 1.0, "B": 1.0}

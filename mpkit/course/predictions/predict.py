@@ -17,8 +17,6 @@ from mpkit.course.predictions.questions import PredictionQuestion, question
 from mpkit.course.progress import Progress
 from mpkit.views.theme import STATUS
 
-__all__ = ["Prediction", "PredictionOutcome", "box", "predict"]
-
 
 @public
 def predict(name: str, value: float | str | None = None) -> Prediction:

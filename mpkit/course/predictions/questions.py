@@ -19,8 +19,6 @@ from mpkit.course.predictions.amounts import spell_amount
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["PredictionQuestion", "all_questions", "question"]
-
 
 @dataclass(frozen=True)
 class PredictionQuestion:

@@ -19,7 +19,6 @@ from mpkit.errors import MpkitError
 if TYPE_CHECKING:
     from mpkit.launch.launch import Launch
 
-__all__ = ["BEGAN", "BUSY", "HANGS", "Allowance", "Limits", "TooBusy", "run_within"]
 
 HANGS, BUSY = "hangs", "busy"
 

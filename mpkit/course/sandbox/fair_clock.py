@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from mpkit.common.process_wide import cores
 from mpkit.launch.process.processes import cpu_seconds
 
-__all__ = ["FairClock"]
-
 
 class FairClock:
     """The time that processes had, as far as their machine let them run.

@@ -28,10 +28,6 @@ from mpkit.common.units import memory_text
 from mpkit.course.sandbox import enclose
 from mpkit.course.sandbox.fair_clock import FairClock
 
-__all__ = [
-    "Guard", "adopt_orphans", "enclose_command", "list_descendants", "sweep", "way_to_enclose", "works_here",
-]  # fmt: skip
-
 Keep = Callable[[], set[int]]
 
 LOOK_EVERY = 0.1

@@ -24,8 +24,6 @@ from mpkit.course.sandbox.guard import enclose_command, list_descendants
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.session.cluster import Cluster
 
-__all__ = ["RanksApart"]
-
 ENDED = 2**30
 """Stands for a process that has ended before it was found; no process has this number."""
 

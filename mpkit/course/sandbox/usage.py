@@ -22,8 +22,6 @@ from torch import Tensor
 from mpkit.common.torch_private import TorchDispatchMode, tree_leaves
 from mpkit.trace.record.operators import flops_of
 
-__all__ = ["Counter", "Usage"]
-
 
 class Usage(NamedTuple):
     """What an answer has used on a rank.

@@ -30,18 +30,6 @@ from mpkit.devices.hardware import RAMP, Device, Hardware, Link
 from mpkit.plan.kinds import real, whole
 from mpkit.trace import Kind
 
-__all__ = [
-    "build_machine",
-    "by_name",
-    "check_enough",
-    "device_names",
-    "enough_a100",
-    "link_named",
-    "machine_names",
-    "one",
-    "rows",
-]
-
 GIGA = 1e9
 LATENCY = 8e-6
 """Seconds per hop of a network card of which only the rate is given: InfiniBand's, assumed."""

@@ -20,10 +20,6 @@ from mpkit.devices.local.gpus import KINDS, Inventory, LocalDevice
 from mpkit.errors import ArgumentError
 from mpkit.plan.kinds import whole
 
-__all__ = [
-    "DeviceChoice", "DeviceRow", "check_ranks", "choose", "devices_html", "devices_text", "place_ranks", "row_of",
-]  # fmt: skip
-
 LIKE = "such as mk.Cluster(devices=[2, 0]) or mk.Cluster(devices='cuda:1')"
 ALSO = {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
 

@@ -20,11 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = [
-    "COLUMNS", "HIDERS", "KINDS", "QUERY", "Inventory", "LocalDevice", "inventory_of",
-    "inventory_of_gpus", "parse_gpus", "unnamed_devices", "visible",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class LocalDevice:

@@ -25,7 +25,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["doctor", "judge"]
 
 SMALL = 4
 LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}

@@ -21,8 +21,6 @@ from typing import Any, TypeAlias
 
 from mpkit.common.process_wide import cores
 
-__all__ = ["Facts", "ask_nvml", "probe", "torch_build"]
-
 Facts: TypeAlias = dict[str, Any]
 """The facts:
 

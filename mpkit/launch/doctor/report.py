@@ -19,8 +19,6 @@ from typing import Any
 
 from mpkit.common.display import draw
 
-__all__ = ["CheckupFinding", "CheckupReport", "Topic", "find_topic", "plural", "topics", "variables"]
-
 LEVELS = ("costs", "note", "not checked", "fine")
 """How a finding matters, in the order of the report: only those that cost make `mpkit doctor` exit with 1."""
 

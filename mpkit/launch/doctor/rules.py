@@ -19,8 +19,6 @@ from mpkit.launch.doctor.probe import Facts
 from mpkit.launch.doctor.report import CheckupFinding, plural, variables, words_of_findings
 from mpkit.trace import Kind
 
-__all__ = ["findings"]
-
 Found = Iterator[tuple[str, dict[str, Any]]]
 
 USED = 0.1

@@ -39,18 +39,6 @@ from mpkit.plan.kinds import real
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
-__all__ = [
-    "LIMIT",
-    "LOOK_EVERY",
-    "HangWatch",
-    "LaunchSignals",
-    "Patience",
-    "check_timeout",
-    "explain",
-    "reasons",
-    "spelt",
-]
-
 LOOK_EVERY = 0.1
 """Seconds between two checks of the ranks' progress."""
 

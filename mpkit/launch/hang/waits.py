@@ -23,10 +23,6 @@ from mpkit.errors import CommMismatch
 from mpkit.trace import HEADER, OP, Kind, RankTrace, Trace
 from mpkit.trace.mismatch import IssuedCall, find_issued, fits, why_not
 
-__all__ = [
-    "FINISHED", "RankWatch", "Sight", "first_mismatch", "missing_ranks", "never", "unanswered_calls", "waited_for",
-]  # fmt: skip
-
 FINISHED = 1
 """The state of a rank that has finished."""
 

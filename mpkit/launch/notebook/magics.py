@@ -21,8 +21,6 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from mpkit.common.tracebacks import public
 from mpkit.launch.notebook.session import RankSession, failure, show_values
 
-__all__ = ["RankMagics", "load", "ranks_of"]
-
 FIRST = "there are no ranks yet: `%%ranks 4` in the first line of a cell starts 4 and runs the cell on them"
 
 

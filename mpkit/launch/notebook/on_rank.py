@@ -30,8 +30,6 @@ from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.program_calls.communication import compare_calls
 from mpkit.strategies.rank_context import Context
 
-__all__ = ["Reply", "serve"]
-
 
 @dataclass
 class Reply:

@@ -32,8 +32,6 @@ from mpkit.launch.session.cluster import Cluster
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, RankTrace, Trace
 
-__all__ = ["CellFailed", "RankSession", "SessionEnded", "failure", "show_values"]
-
 POLL = 0.01
 """Seconds between two looks for answers."""
 

@@ -44,8 +44,6 @@ from mpkit.common.process_wide import make_undumpable
 from mpkit.launch.process.fork_server_client import helper_command
 from mpkit.launch.process.run_folder import remove_unheld
 
-__all__ = ["main"]
-
 
 class ForkServer:
     """The server's loop: reads commands, writes events, forks and reaps ranks.

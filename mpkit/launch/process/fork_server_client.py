@@ -23,8 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ForkServerClient", "helper_command"]
-
 START_TIMEOUT = 120.0
 """Seconds that importing torch may take, on a cold and busy disk."""
 

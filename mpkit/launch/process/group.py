@@ -27,8 +27,6 @@ from mpkit.common.torch_private import _world
 from mpkit.errors import MpkitError
 from mpkit.strategies.comm.release import keep
 
-__all__ = ["as_torchrun", "join", "sign_objects", "store_of"]
-
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.01
 """Seconds between two polls for a key of the store."""
 

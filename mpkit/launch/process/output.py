@@ -20,8 +20,6 @@ from mpkit.common.disk import FULL, NO_LINK, full_disk
 from mpkit.common.launch_folder import OUTPUT_LIMIT, part, read_note, write_note
 from mpkit.common.safe_text import visible
 
-__all__ = ["LabelledLines", "OutputReader", "end_lines", "labelled_output"]
-
 LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
 CHUNK = 4_000_000

@@ -24,8 +24,6 @@ from mpkit.common.process_wide import cores
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.packing.world import edited_functions, enter_world, pack_world
 
-__all__ = ["check_function", "pack", "set_logging", "settings_here", "unpack"]
-
 
 def check_function(fn: Callable[..., Any], args: Sequence[object]) -> None:
     """Check that ranks can call fn(ctx, *args).

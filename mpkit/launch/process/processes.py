@@ -20,10 +20,6 @@ from mpkit.common.disk import create
 from mpkit.common.launch_folder import part
 from mpkit.common.tracebacks import fold_stack
 
-__all__ = [
-    "RankProcesses", "answer_requests", "ask_stacks", "cpu_seconds", "end_answers", "is_stopped", "place_of",
-]  # fmt: skip
-
 STACKS_TAKE, STACKS_EVERY = 30, 0.02
 """Looks, and the seconds between two of them, that ranks are given to write their stacks. A pause of the whole machine
 is one look."""

@@ -47,8 +47,6 @@ from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["describe", "device_of", "main", "report", "work"]
-
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
     """Run one rank. This never returns: a rank exits with os._exit, whatever its threads do.

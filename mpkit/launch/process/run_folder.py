@@ -22,8 +22,6 @@ from typing import Any
 from mpkit.common.disk import NO_LINK, create, name_full_disk
 from mpkit.common.launch_folder import RESERVED, Settings, reserve
 
-__all__ = ["empty_folder", "hold", "keep", "new_folder", "remove_unheld"]
-
 PREFIX, LOCK = "mpkit-run-", "lock"
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace import Trace
 
-__all__ = ["Cluster", "borrow_cluster", "borrow_clusters"]
 
 EXAMPLE = """\
 cluster.train(

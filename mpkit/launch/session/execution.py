@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mpkit.trace import Trace
     from mpkit.trace.metrics import Metrics
 
-__all__ = ["TICK", "Execution", "Observer", "ProgressLine"]
 
 TICK = 0.1
 """Seconds between two ticks."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mpkit.launch.process.fork_server_client import ForkServerClient
     from mpkit.launch.session.run import Run
 
-__all__ = ["NEEDED", "Helper", "import_ahead"]
-
 
 class Helper:
     """What a cluster shares with those that `resized` makes of it: the process that their ranks are forked from.

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from mpkit.trace.expert_load import ExpertLoad
     from mpkit.trace.metrics import Stop
 
-__all__ = ["Run"]
-
 
 @public
 class Run(Execution):

@@ -23,8 +23,6 @@ from mpkit.launch.watch.costs import WatchedCosts
 from mpkit.trace import Kind, Lane, lane_of
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Actions"]
-
 
 class Actions:
     """The actions and steps of one rank.

@@ -28,8 +28,6 @@ from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["OperatorCosts", "WatchedCosts"]
-
 
 class WatchedCosts:
     """The costs of one rank's actions.

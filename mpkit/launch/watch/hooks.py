@@ -38,15 +38,6 @@ from mpkit.trace import Kind
 from mpkit.trace.record.hooks import LayerHooks
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = [
-    "Modules",
-    "layers_to_record",
-    "watch_backwards",
-    "watch_loaders",
-    "watch_optimizers",
-    "watch_stages",
-]
-
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
 
 

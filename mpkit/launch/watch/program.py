@@ -31,8 +31,6 @@ from mpkit.strategies.program_calls.program import Annotations, SourceLines
 from mpkit.strategies.rank_context import Context
 from mpkit.trace import Kind
 
-__all__ = ["NEEDED", "check_watch", "watch_function"]
-
 NEEDED = ("torch.distributed.pipelining",)
 """Modules whose classes are watched, so the fork server imports them once for all ranks."""
 

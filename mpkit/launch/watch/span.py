@@ -13,9 +13,6 @@ from difflib import get_close_matches
 from mpkit.launch.watch.actions import Actions
 from mpkit.trace import Kind, Lane, lane_of
 
-__all__ = ["WATCHED", "span", "step"]
-
-
 WATCHED: ContextVar[Actions | None] = ContextVar("WATCHED", default=None)
 """The actions of the program that is being watched."""
 

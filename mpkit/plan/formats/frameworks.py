@@ -27,8 +27,6 @@ from mpkit.plan.schedule.catalogue import (
     names_in_torch,
 )
 
-__all__ = ["FORMATS", "count_ranks", "format_of"]
-
 NAMES = (
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--standalone",
 )  # fmt: skip

@@ -9,8 +9,6 @@ from typing import Any
 
 from mpkit.plan.formats.syntax import Page, Syntax, agree
 
-__all__ = ["assignments", "python_code"]
-
 
 def python_code(body: Callable[[Page], str], classes: Mapping[str, str]) -> Syntax:
     """Return the syntax of Python code that this function makes.

@@ -18,8 +18,6 @@ from mpkit.plan.formats.table import Format
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 
-__all__ = ["read"]
-
 SHOWN = 12  # keys in a warning, besides all that look as if they divide work
 DEGREE = re.compile(
     r"(?:encoder_|megatron_lm_)?(?:(?:expert_)?(?:tensor|pipe|pipeline|model|context|sequence|expert|data|ulysses)_"

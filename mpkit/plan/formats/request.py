@@ -13,7 +13,6 @@ from mpkit.plan.kinds import whole
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["ExportRequest"]
 
 WORDS = ("model", "script", "master")
 PER_NODE = 8  # most machines have no more GPUs

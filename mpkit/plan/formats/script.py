@@ -21,8 +21,6 @@ from typing import Any
 
 from mpkit.plan.formats.syntax import Page, Syntax, agree, tables
 
-__all__ = ["command", "options"]
-
 
 def command(name: str, body: Callable[[Page], str]) -> Syntax:
     """Return the syntax of a script of the format with this name; `body` makes the lines after the head of the file."""

@@ -15,8 +15,6 @@ from typing import Any
 from mpkit.common.size_limits import read_json
 from mpkit.plan.formats.request import ExportRequest
 
-__all__ = ["JSON", "YAML", "Page", "Syntax", "agree", "flat", "is_json", "shorten", "tables"]
-
 
 @dataclass(frozen=True)
 class Page:

@@ -16,8 +16,6 @@ from mpkit.plan.formats.syntax import Syntax, shorten, tables
 from mpkit.plan.kinds import parts_of, whole
 from mpkit.plan.rules import call_of
 
-__all__ = ["RANKS", "Fields", "Format", "FormatKey", "Values", "bool_of", "number_of"]
-
 LARGEST = 2**40
 """The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
 RANKS = "ranks"

@@ -15,8 +15,6 @@ from mpkit.plan.formats.table import Format
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import has_pairs
 
-__all__ = ["unsaid", "write"]
-
 
 def write(plan: Plan, name: str, **context: Any) -> Config:
     """Return a plan as a configuration, for `Plan.to`.

@@ -26,27 +26,6 @@ from mpkit.plan.schedule import schedules
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
 
-__all__ = [
-    "GPIPE",
-    "INTERLEAVED_1F1B",
-    "NAIVE",
-    "NAMES",
-    "ONE_F_ONE_B",
-    "OVERLAPPED_1F1B",
-    "SCHEDULES",
-    "ZB_H1",
-    "ScheduleEntry",
-    "bubble",
-    "bubble_in_theory",
-    "build_schedule",
-    "has_pairs",
-    "makespan",
-    "names_in_torch",
-    "pairs_by_stage",
-    "peak_live",
-    "stage_ranks",
-]
-
 NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1 = "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"
 """The names of schedules that others are compared with or that Plans have by default."""
 OVERLAPPED_1F1B = "overlapped_1f1b"

@@ -27,8 +27,6 @@ from mpkit.plan.schedule.play import (
 )
 from mpkit.plan.schedule.validate import validate
 
-__all__ = ["Schedule", "Source", "as_list", "lower"]
-
 Row = tuple[Action, ...]
 Rows: TypeAlias = str | Iterable[str | Iterable[Action | str]]
 Source: TypeAlias = Union["Schedule", Rows, Callable[[int, int], Union["Schedule", Rows]]]

@@ -21,8 +21,6 @@ from math import inf
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Action, play
 
-__all__ = ["ActionCosts", "Policy", "greedy", "span"]
-
 
 @dataclass(frozen=True)
 class ActionCosts:

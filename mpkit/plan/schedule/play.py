@@ -17,23 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule
 
-__all__ = [
-    "BESIDE",
-    "COMMUNICATION",
-    "COMPUTE",
-    "SLOTS",
-    "Action",
-    "Order",
-    "PlacedAction",
-    "draw",
-    "draw_rows",
-    "end_times",
-    "lengths_of",
-    "live",
-    "needs_of",
-    "order_of",
-    "play",
-]
 
 COMPUTE = ("F", "B", "I", "W")
 """What an author writes. `F`: forward. `B`: backward, or split in two, `I`: gradients of the inputs, which

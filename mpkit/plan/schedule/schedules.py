@@ -41,23 +41,6 @@ from itertools import accumulate
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Action
 
-__all__ = [
-    "dualpipev",
-    "gpipe",
-    "in_turns",
-    "interleaved_1f1b",
-    "interleaved_zb",
-    "looped_bfs",
-    "loops",
-    "naive",
-    "one_f_one_b",
-    "overlapped_1f1b",
-    "vee",
-    "zb_h1",
-    "zb_h2",
-    "zbv",
-]
-
 
 def loops(p: int, v: int = 1) -> tuple[int, ...]:
     """Place stage s on rank s mod p: the model goes round all p ranks v times, or once with v = 1.

@@ -11,7 +11,6 @@ from mpkit.plan.schedule.play import COMPUTE, Action, draw_rows, live
 if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule
 
-__all__ = ["each", "validate"]
 
 Spot = tuple[int, int]
 """A place in a schedule: rank, position in its row."""

@@ -27,8 +27,6 @@ from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.workload import Workload, workload_of
 from mpkit.timeline.answer import Answer, Basis
 
-__all__ = ["Advice", "advise"]
-
 SHOWN = 20
 """The plans of an advice."""
 

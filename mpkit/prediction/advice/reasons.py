@@ -32,7 +32,6 @@ from mpkit.prediction.cost_model.workload import Workload
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
 
-__all__ = ["RUNNING", "SIMPLER", "Family", "families_of", "summary_of", "why_not"]
 
 SIMPLER = 0.05
 """How much longer a step of the simplest plan may take than one of the best."""

@@ -25,8 +25,6 @@ from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import most_at_peak
 from mpkit.prediction.cost_model.workload import Workload
 
-__all__ = ["Rule", "rules_of"]
-
 FAST, FAST_BETWEEN = 50, 20
 """GB/s of a device's link from which on it is called fast: NVLink inside a node, 200 Gb/s between nodes."""
 ALIKE = 1.25

@@ -32,11 +32,6 @@ from mpkit.prediction.cost_model.layout import Layout, plan_of
 from mpkit.prediction.cost_model.memory import most_at_peak
 from mpkit.prediction.cost_model.workload import Workload
 
-__all__ = [
-    "HEADROOM", "TIME", "FoundLayout", "FoundLayouts", "Objective", "find_best", "handicap_of",
-    "plan_under", "rank", "search",
-]  # fmt: skip
-
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 

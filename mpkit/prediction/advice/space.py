@@ -39,8 +39,6 @@ from mpkit.prediction.cost_model.check import can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.workload import Workload
 
-__all__ = ["EVERYTHING", "Offers", "divisors", "expert_changes", "families", "offers_of"]
-
 GROUPS = (1, 2, 4)
 """Nodes in a group within which ZeRO shards."""
 RECOMPUTE = ("none", "selective", *(f"every={k}" for k in (8, 6, 4, 3, 2)), "full")

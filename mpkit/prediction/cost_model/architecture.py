@@ -15,8 +15,6 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
 
-__all__ = ["Architecture", "Matmul"]
-
 
 @dataclass(frozen=True, slots=True)
 class Matmul:

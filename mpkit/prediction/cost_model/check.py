@@ -17,10 +17,6 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.workload import Workload
 
-__all__ = [
-    "can_divide_heads", "changes", "check_length", "check_plan", "checked_layout",
-]  # fmt: skip
-
 UNPRICED = {
     "data_parallel": "nn.DataParallel gathers all outputs on one rank and sends it the weights of each step",
     "cut": "cut= names layers of the model that is trained",

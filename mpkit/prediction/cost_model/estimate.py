@@ -40,7 +40,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Estimate", "Remedy", "estimate", "estimate_of", "fits"]
 
 MOST_SAMPLES = 1 << 20
 """The most samples per micro-batch that `Estimate.largest_microbatch` tries."""

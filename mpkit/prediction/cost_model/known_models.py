@@ -22,8 +22,6 @@ from typing import Any
 from mpkit.common.size_limits import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
 
-__all__ = ["TRAITS", "NoArchitecture", "architecture_of", "known_models", "read_config"]
-
 ENDING = r"-(instruct|chat|base|hf|uncased|cased|it|v\d+(\.\d+)?)$"
 """What ids on the Hub add to the name of an architecture."""
 SAME = 0.05

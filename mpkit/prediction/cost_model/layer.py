@@ -32,17 +32,6 @@ from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.trace import Kind
 
-__all__ = [
-    "CONVERTED",
-    "KAPPA",
-    "STREAM",
-    "LayerModel",
-    "LayerTime",
-    "measured_share",
-    "overlapped_time",
-    "peak_of",
-]
-
 KAPPA = 0.3
 """How much of the time that communication shares with compute is lost, since both need the memory's bandwidth and
 collectives occupy multiprocessors; fitted to all published rows at once."""

@@ -24,8 +24,6 @@ from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, peak_live, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 
-__all__ = ["Layout", "Share", "Shares", "Stage", "layout_of", "plan_of", "shares_of", "stages_of"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -30,17 +30,6 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout, Share, Shares, Stage, shares_of, stages_of
 from mpkit.prediction.cost_model.stack import Stack, workspaces
 
-__all__ = [
-    "CATEGORIES",
-    "FRAGMENTATION",
-    "MARGIN_WORD",
-    "MEANING",
-    "MemoryModel",
-    "RankMemory",
-    "kept_bytes",
-    "most_at_peak",
-]
-
 MEANING = {
     "params": "the weights that a rank computes with",
     "grads": "the gradients",

@@ -30,21 +30,6 @@ from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import PRIOR, Constants, Stack, stacks
 from mpkit.prediction.cost_model.step import StepModel
 
-__all__ = [
-    "EAGER",
-    "FEW",
-    "NAMES",
-    "UNFITTED",
-    "Observation",
-    "Preset",
-    "calibrate",
-    "left_out",
-    "preset_for",
-    "preset_of",
-    "presets",
-    "prior_of",
-]
-
 EAGER = 2.0
 """How much more eager operators move than well fused ones."""
 

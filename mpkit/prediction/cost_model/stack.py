@@ -20,8 +20,6 @@ from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 
-__all__ = ["PRIOR", "Constants", "Stack", "stack_for", "stack_of", "stacks", "workspaces"]
-
 MIB = 2**20
 
 

@@ -38,8 +38,6 @@ from mpkit.prediction.cost_model.layer import LayerModel, LayerTime, overlapped_
 from mpkit.prediction.cost_model.layout import Layout, Shares, Stage, shares_of, stages_of
 from mpkit.trace import Kind
 
-__all__ = ["StepModel", "StepTime"]
-
 HOST_ADAM = 4e9
 """Parameters per second that the processors of a node update; ZeRO-Offload (Ren et al. 2021), table 4: 1 B in .22 s,
 10 B in 2.57 s."""

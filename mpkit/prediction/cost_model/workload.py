@@ -16,8 +16,6 @@ from mpkit.prediction.cost_model.preset import Preset, preset_for
 from mpkit.prediction.cost_model.stack import Stack
 from mpkit.prediction.cost_model.step import StepModel
 
-__all__ = ["Workload", "workload_of"]
-
 
 @dataclass(frozen=True)
 class Workload:

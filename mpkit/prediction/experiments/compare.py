@@ -20,7 +20,6 @@ from mpkit.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["BubbleCurve", "MemoryByPlan", "bubble_curve", "memory_by_plan"]
 
 # ---- bubbles by micro-batches
 

@@ -31,23 +31,6 @@ from mpkit.trace import TIMED_BY_EVENTS, Kind, Trace
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ACTIONS",
-    "HALVES",
-    "LIKE",
-    "SPLIT",
-    "START",
-    "WHOLE",
-    "Array",
-    "Factors",
-    "first_samples",
-    "kinds_of",
-    "last_step",
-    "play_training",
-    "scale_trace",
-    "with_starts",
-]
-
 
 Array = npt.NDArray[Any]
 

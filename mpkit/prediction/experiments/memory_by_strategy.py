@@ -34,8 +34,6 @@ from mpkit.prediction.experiments.scaling import strategy
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
-__all__ = ["MemoryByStrategy", "MemoryRow", "formula", "memory_by_strategy"]
-
 # ---- the formulas
 
 

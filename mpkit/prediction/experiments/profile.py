@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["Profile", "profile"]
 
 PARTS = 2, 8, 16
 """The numbers by which the batch is divided, for the sizes of a micro-batch that are measured."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Scaling", "ScalingRow", "scaling"]
-
 
 @dataclass(frozen=True)
 class ScalingRow:

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from mpkit.launch.session.run import Run
     from mpkit.strategies.job.job import TrainJob
 
-__all__ = ["ChangedPlan", "WhatIf", "faster", "settings", "what_if"]
 
 STEPS = 9
 """Steps of the run at most, its last ones, each of which is replayed."""

@@ -32,20 +32,6 @@ from pathlib import Path
 
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint, open_plain, read_told
 
-__all__ = [
-    "PARTIAL",
-    "CheckpointSaving",
-    "FolderLock",
-    "Resume",
-    "candidates",
-    "clean",
-    "digest",
-    "lock_folder",
-    "partial_of",
-    "publish",
-    "read_head",
-]
-
 ENDING = 4.0
 """Seconds to wait for the ranks of a training whose own process has ended: they end with it, within about 2."""
 

@@ -22,8 +22,6 @@ from typing import Any
 from mpkit.common.size_limits import read_json
 from mpkit.plan.plan import Plan
 
-__all__ = ["FORMAT", "HEAD", "CheckpointHead", "DamagedCheckpoint", "open_plain", "read_told"]
-
 FORMAT = 7
 """Up to 5, tensors lay in files of torch.distributed.checkpoint; up to 6, checkpoints had numbers."""
 HEAD = "mpkit.json"

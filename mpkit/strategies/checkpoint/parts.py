@@ -25,8 +25,6 @@ from mpkit.common.exceptions import one_line
 from mpkit.strategies.checkpoint.head import DamagedCheckpoint
 from mpkit.strategies.stage.shard import HeldPart, Shard, put_together
 
-__all__ = ["SavedParts", "name_of", "save_new", "write_rank"]
-
 
 def name_of(rank: int) -> str:
     """Return the name of a rank's file."""

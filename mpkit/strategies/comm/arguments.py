@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
     from mpkit.strategies.comm.wire import Wire
 
-__all__ = [
-    "LIMIT",
-    "Parts",
-    "check_reducible",
-    "output_tensor",
-    "part_shape",
-    "peer_of",
-    "root_of",
-    "tag_number",
-    "uneven_parts",
-]
-
 
 Parts = tuple[list[int], list[int]]
 """The rows for each member of an all-to-all, and from each."""

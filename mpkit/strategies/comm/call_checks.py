@@ -49,8 +49,6 @@ from mpkit.trace import Kind, read_rank
 from mpkit.trace.mismatch import find_issued, why_not
 from mpkit.trace.record.files import claim
 
-__all__ = ["CallChecks", "CheckedCall", "Fingerprint"]
-
 
 class Fingerprint(NamedTuple):
     """The fingerprint of a call.

@@ -48,8 +48,6 @@ from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduc
 from mpkit.strategies.comm.wire import CallNumber, Wire, Work
 from mpkit.trace import Kind
 
-__all__ = ["Communicator"]
-
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # divided afterwards, which every backend supports

@@ -16,8 +16,6 @@ from torch import Tensor
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import CompletedWork, Wire
 
-__all__ = ["FakeGroup", "OneRank"]
-
 
 class FakeGroup(Communicator):
     """A group of `size` ranks, none of which is there but the one at `index`; nothing is sent or recorded.

@@ -24,7 +24,6 @@ from mpkit.strategies.comm.arguments import tag_number
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["start_all_gather", "start_reduce_scatter"]
 
 # torch 2.13 renamed both functions and warns when the old names are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,8 +20,6 @@ from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.fake_group import OneRank
 
-__all__ = ["MeshAxes"]
-
 
 class MeshAxes:
     """The axes of a mesh as seen by one rank. Every rank creates this object at the same time.

@@ -17,8 +17,6 @@ from mpkit.strategies.comm.release import is_rank
 from mpkit.strategies.comm.wire import Wire
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
-__all__ = ["current_communicator", "forget_group", "note_group"]
-
 _JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()
 """By torch's default process group, which is the state of this process that these belong to."""
 

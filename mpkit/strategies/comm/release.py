@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["free_groups", "free_kept", "is_rank", "keep"]
 
 _kept: list[ProcessGroup] = []
 _rank_process = 0  # the id of the process that is a rank; processes forked from it are none

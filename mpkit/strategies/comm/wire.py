@@ -30,7 +30,6 @@ from mpkit.trace.records import LAYER
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["CallNumber", "CompletedWork", "PendingWork", "Wire", "Work"]
 
 _WATCHED = DispatchKeySet(DispatchKey.BackendSelect)
 """Where `mpkit.launch.watch` listens to calls of torch.distributed."""

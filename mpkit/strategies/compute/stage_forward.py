@@ -38,8 +38,6 @@ from mpkit.trace.record.flops import Flops
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["PartForward", "StageForward", "loss_share", "measure_scores", "scores"]
-
 
 def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
     """Return what a metric function measures, by name: "" where it returns a single value."""

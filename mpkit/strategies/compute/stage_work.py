@@ -38,8 +38,6 @@ from mpkit.trace.record.flops import Flops
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["KeptForward", "StageWork"]
-
 
 @dataclass
 class KeptForward:

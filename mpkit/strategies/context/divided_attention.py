@@ -26,8 +26,6 @@ from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.strategies.models.own_draws import OwnDraws, drawn_by
 
-__all__ = ["ContextParallel"]
-
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "max_pool1d", "avg_pool1d")
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 ATTENTIONS = (

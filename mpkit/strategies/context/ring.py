@@ -58,8 +58,6 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import PendingWork
 from mpkit.strategies.context.sequence import pieces
 
-__all__ = ["Tiles", "attend", "gradients", "merge", "ring_attention", "wide"]
-
 
 def wide(tensor: Tensor) -> Tensor:
     """Return a 16-bit tensor in float32, in which to sum; PyTorch's own unfused attention does the same."""

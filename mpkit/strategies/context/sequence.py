@@ -27,15 +27,6 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.gpt import Embedding
 
-__all__ = [
-    "check_not_packed",
-    "check_sequences",
-    "pieces",
-    "positions_of",
-    "sequence_part",
-    "shift_positions",
-]
-
 
 def pieces(index: int, n: int, order: str = "contiguous") -> tuple[int, ...]:
     """Return the numbers of rank i's pieces.

@@ -26,8 +26,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.tensor.operators import conjugate
 
-__all__ = ["ulysses_attention"]
-
 
 def ulysses_attention(
     q: Tensor,

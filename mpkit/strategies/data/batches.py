@@ -29,8 +29,6 @@ from mpkit.plan.kinds import whole
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, signature
 from mpkit.strategies.models.randomness import preserve_random_state, seed_of
 
-__all__ = ["Batches", "SampleDraws", "as_value", "check_integer"]
-
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LEAVES = (str, bytes, int, float, type, Tensor, nn.Parameter, np.ndarray, *KINDS)
 MOST = 10_000

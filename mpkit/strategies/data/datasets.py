@@ -20,9 +20,6 @@ from mpkit.common.tracebacks import public
 from mpkit.strategies.data.batches import as_value
 from mpkit.strategies.data.microbatch import Value, leaves
 
-__all__ = ["WANTED", "Batch", "checked_batch", "images", "spirals", "text", "text_batches"]
-
-
 Batch = tuple[Tensor, Tensor]
 
 

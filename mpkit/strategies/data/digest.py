@@ -19,8 +19,6 @@ from torch import Tensor
 from mpkit.common.disk import FULL, create, full_disk
 from mpkit.strategies.data.microbatch import Value, leaves
 
-__all__ = ["SampleLog", "data_digest", "read_taken", "sample_digests"]
-
 SHORT = 32
 """Hexadecimal digits kept of a sample's digest: 128 bits, enough that two samples never collide by chance."""
 

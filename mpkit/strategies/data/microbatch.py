@@ -7,19 +7,6 @@ from itertools import accumulate
 
 from torch import Tensor
 
-__all__ = [
-    "Value",
-    "batch_size",
-    "leaves",
-    "map_tensors",
-    "one_of_each_shape",
-    "part",
-    "share",
-    "shares",
-    "signature",
-    "split",
-]
-
 Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """Inputs or targets: one tensor, several by position, or several by name; the first dimension is the batch."""
 

@@ -41,15 +41,6 @@ from mpkit.strategies.models.experts import MixtureOfExperts, count_rows
 from mpkit.strategies.stage.shard import Shard
 from mpkit.strategies.tensor.operators import conjugate
 
-__all__ = [
-    "check_experts_of",
-    "chosen_experts",
-    "divide_experts",
-    "find_balanced",
-    "find_experts",
-    "number_of_experts",
-]
-
 CHOSEN = ("chosen", "top_k_index", "router_indices", "topk_indices", "selected_experts")
 """Names of a forward's argument with each token's experts, [T, k]."""
 WEIGHTS = ("weights", "top_k_weights", "routing_weights", "topk_weights")

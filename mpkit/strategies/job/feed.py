@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.job.job import TrainJob
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Feed", "MicroBatch", "WholeBatches"]
-
 
 class WholeBatches(list[tuple[Value, Value]]):
     """Batches in memory: step i takes number i % len. What a feed asks `mk.Batches` can be asked here too.

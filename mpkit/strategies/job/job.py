@@ -24,8 +24,6 @@ from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.hooks import Hook
 
-__all__ = ["EvaluationData", "Problem", "Procedure", "TrainJob", "due"]
-
 
 @dataclass(frozen=True)
 class Problem:

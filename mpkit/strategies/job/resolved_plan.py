@@ -23,8 +23,6 @@ from mpkit.strategies.partition.value import Boundary, LayerNumbers, Route, Shar
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace.record.flops import Flops, total
 
-__all__ = ["ResolvedPlan"]
-
 
 @dataclass(frozen=True)
 class ResolvedPlan:

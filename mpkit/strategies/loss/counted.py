@@ -38,8 +38,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["MeanLoss", "Quotient", "SummedMeans", "as_pair", "mean_loss", "nominal_count", "shares"]
-
 Loss = Callable[[Any, Any], Any]
 
 EXAMPLE = "loss=lambda out, y: (F.cross_entropy(out, y, reduction='sum'), (y != -100).sum())"

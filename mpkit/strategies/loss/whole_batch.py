@@ -25,8 +25,6 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.loss.counted import Quotient
 from mpkit.strategies.models.nested_values import flatten, rebuild
 
-__all__ = ["WholeBatchLoss", "whole_batch_loss"]
-
 
 def whole_batch_loss(fn: Any) -> WholeBatchLoss:
     """Let a loss see the outputs and targets of the whole batch on every rank: `loss` of `Cluster.train`.

@@ -26,8 +26,6 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.hooks import is_bare
 
-__all__ = ["chain", "cut", "is_chain", "layers_of", "prefix_of", "repeated_blocks"]
-
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 

@@ -41,17 +41,6 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.common.torch_private import FakeTensor
 
-__all__ = [
-    "BatchShare",
-    "Experts",
-    "MixtureOfExperts",
-    "RouterLosses",
-    "SharedExperts",
-    "WholeBatch",
-    "count_choices",
-    "count_rows",
-]
-
 
 class WholeBatch:
     """What a layer asks about the batch of which it computes a part; here each forward is a batch of its own.

@@ -14,8 +14,6 @@ from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.strategies.models.experts import MixtureOfExperts
 
-__all__ = ["GPT", "GPTConfig", "next_token_loss"]
-
 OF_EXPERTS = ("shared_experts", "aux_loss", "z_loss", "bias_rate")
 
 INTO_STREAM = ("attention.out.weight", "mlp.out.weight", "mlp.experts.down", "mlp.shared.down.weight")

@@ -13,8 +13,6 @@ from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.randomness import SEEDED, OtherDraws, is_users_seed
 
-__all__ = ["CannotReplay", "ForwardDraws", "GivenDraws", "HeardDraws", "draws_numbers"]
-
 UNTAGGED = (
     "_sample_dirichlet", "binomial", "_fused_dropout", "random", "random_", "randn_like", "randint_like",
 )  # fmt: skip

@@ -11,18 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = [
-    "Hook",
-    "backward_hooks",
-    "describe_wrappers",
-    "hook_name",
-    "hooks_on",
-    "is_bare",
-    "is_ours",
-    "parameter_hooks",
-    "register",
-]  # fmt: skip
-
 AROUND_FORWARD = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
 AROUND_BACKWARD = {"_backward_pre_hooks": "full backward pre-hook", "_backward_hooks": "full backward hook"}
 ON_PARAMETERS = {

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import SUPPORTED_NODES
 
-__all__ = ["ATOMS", "LEAF", "REGISTER", "Shape", "flatten", "is_opaque", "rebuild", "tensors_inside"]
-
-
 ATOMS = (
     bool, int, float, complex, str, bytes, range, slice, type, Enum, ModuleType, BuiltinFunctionType, nn.Module,
     np.ndarray, np.generic, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,

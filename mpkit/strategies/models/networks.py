@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MLP", "ConvNet", "UNet"]
-
 
 class MLP(nn.Sequential):
     """Map [batch, inputs] to [batch, outputs] through `layers` hidden layers; a chain of `hidden0`, ..., `head`.

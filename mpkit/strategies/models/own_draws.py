@@ -38,8 +38,6 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import _disable_current_modes
 
-__all__ = ["ForwardSpan", "KeptSpans", "OwnDraws", "TokenDraws", "drawn_by", "generators_of", "spans_at"]
-
 
 class ForwardSpan(NamedTuple):
     """A stretch of a model's forward, from the start of one module to the end of another.

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PythonState", "Remembered"]
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (list, dict, set, tuple)
 OWN = frozenset(vars(nn.Module())) - {"training"}

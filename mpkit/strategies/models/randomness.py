@@ -32,17 +32,6 @@ from torch import Tensor, nn
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.own_draws import OwnDraws, generators_of
 
-__all__ = [
-    "Draws",
-    "OtherDraws",
-    "RandomState",
-    "is_users_seed",
-    "may_draw",
-    "preserve_random_state",
-    "seed_all",
-    "seed_of",
-]
-
 SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
 """The modules of torch.nn whose layers draw no random numbers."""
 

@@ -33,8 +33,6 @@ from mpkit.common.disk import FULL, write_whole
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.models.heard_draws import draws_numbers
 
-__all__ = ["FIRST_TIMES", "FirstTimes", "StepFacts", "first_unverified"]
-
 LIMITS = frozenset(
     ("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "nan_to_num", "fmod")
 )

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
     from mpkit.trace.record.flops import Flops
 
-__all__ = ["DP", "Replica", "ScatterFeed"]
-
 
 class Replica:
     """The parameters, buffers and gradients of one module, owned by rank 0; the others hold them while they compute."""

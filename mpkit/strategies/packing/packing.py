@@ -35,9 +35,6 @@ from typing import IO, Any
 import cloudpickle
 from torch import Tensor, nn
 
-__all__ = ["Packer", "dumps", "taken_apart"]
-
-
 ATTRIBUTES = (
     "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__",
 )  # fmt: skip

@@ -31,15 +31,6 @@ from torch import nn
 
 from mpkit.common.exceptions import report
 
-__all__ = [
-    "edited_functions",
-    "enter_world",
-    "installed_modules",
-    "is_installed",
-    "pack_world",
-    "report_what_stays",
-]
-
 
 def edited_functions(names: Iterable[str | None]) -> list[str]:
     """Return the functions of these modules that are not what the modules' files say now."""

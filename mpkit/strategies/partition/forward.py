@@ -23,8 +23,6 @@ from mpkit.strategies.partition.graph import CallNode, Constant, Division, Leaf,
 from mpkit.strategies.partition.value import Spec, Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
 
-__all__ = ["Forward"]
-
 
 class Forward(ForwardWalk):
     """One stage's walk through a forward.

@@ -14,8 +14,6 @@ from mpkit.strategies.models.nested_values import Shape
 from mpkit.strategies.partition.value import Route, SharedWeight, Spec
 from mpkit.trace.record.flops import Flops, total
 
-__all__ = ["CallNode", "Constant", "Division", "Graph", "Leaf", "New", "PartitionedModel", "PassedArgument"]
-
 
 @dataclass(frozen=True)
 class New:

@@ -16,8 +16,6 @@ from torch import Tensor
 from mpkit.common.torch_private import _disabled_torch_function_impl
 from mpkit.trace.record.flops import Flops
 
-__all__ = ["Boundary", "LayerNumbers", "Route", "SharedWeight", "Spec", "Value", "ValueLooked", "spec_of"]
-
 
 class Spec(NamedTuple):
     """A tensor that crosses from a layer to the next."""

@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from mpkit.common.torch_private import GENERATORS, _get_current_function_mode_stack
 from mpkit.strategies.partition.value import Value
 
-__all__ = ["ForwardWalk", "OriginalForward", "current_walk", "prepare_modules"]
-
 HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",

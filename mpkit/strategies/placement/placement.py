@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
     from mpkit.strategies.stage.shard import Shard
 
-__all__ = [
-    "STATES",
-    "Placement",
-    "Share",
-    "Talk",
-    "brief",
-    "place",
-    "placement",
-    "sharded_states",
-]
 
 Parts = Mapping[str, Sequence[str]]
 """What each tp rank holds of a parameter, such as "rows 0-3"."""

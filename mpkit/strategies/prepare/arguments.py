@@ -25,11 +25,6 @@ from mpkit.strategies.loss.counted import as_pair
 from mpkit.strategies.prepare.batches import is_stream, take_batches
 from mpkit.strategies.stage.stage import call
 
-__all__ = [
-    "TrainOptions", "a_kind_of", "check_ema", "check_loss", "check_model", "check_on_step",
-    "check_plan", "check_surroundings", "check_update", "take_evaluation",
-]  # fmt: skip
-
 
 class TrainOptions(TypedDict, total=False):
     """Keyword arguments of `Cluster.train`, which documents them."""

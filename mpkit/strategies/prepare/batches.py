@@ -17,8 +17,6 @@ from mpkit.strategies.data.microbatch import Value, batch_size, part, split
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.models.nested_values import flatten
 
-__all__ = ["check_split", "check_undivided", "is_stream", "of_every_size", "take_batches"]
-
 MOST_READ = 2**31
 """Bytes that are read of data without a length before the start; a batch counts at least 4 KiB."""
 

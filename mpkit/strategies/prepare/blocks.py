@@ -23,8 +23,6 @@ from mpkit.strategies.models.chain import cut, is_chain
 from mpkit.strategies.models.hooks import is_bare
 from mpkit.strategies.partition.graph import Graph
 
-__all__ = ["PartitionChoice", "check_alike", "choose", "cut_blocks", "groups_of"]
-
 
 class PartitionChoice(NamedTuple):
     """The names of the opened modules and of the blocks."""

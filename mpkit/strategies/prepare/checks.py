@@ -38,11 +38,6 @@ from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.hooks import backward_hooks, hook_name, parameter_hooks
 from mpkit.strategies.replicas.batchnorm import batch_norms
 
-__all__ = [
-    "CHECKS", "Check", "Task", "check_global_hooks", "find_overlap", "find_rejection", "find_shared_memory",
-    "find_wrong_embedding", "raise_rejection",
-]  # fmt: skip
-
 Key = TypeVar("Key", str, int)
 
 

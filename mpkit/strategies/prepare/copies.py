@@ -28,14 +28,6 @@ from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.partition.walk import HOOKS
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = [
-    "DryRuns",
-    "copy_model",
-    "has_content",
-    "ready_to_travel",
-    "without_graphs",
-]
-
 Result = TypeVar("Result")
 
 

@@ -39,8 +39,6 @@ from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.stage.stage import call
 
-__all__ = ["Cut", "StageFound", "find_cut"]
-
 
 @public
 def find_cut(

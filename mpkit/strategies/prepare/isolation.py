@@ -20,8 +20,6 @@ from mpkit.common.exceptions import report
 from mpkit.common.process_wide import LOCK, silent
 from mpkit.errors import UnwisePlan
 
-__all__ = ["on_threads", "quiet"]
-
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:

@@ -23,8 +23,6 @@ from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 
-__all__ = ["OneMean", "copy_loss", "find_loss_form", "find_mean"]
-
 Loss = Callable[[Any, Any], Any]
 
 BY_SAMPLE = (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss)

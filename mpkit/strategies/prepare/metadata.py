@@ -16,8 +16,6 @@ from mpkit.strategies.prepare.sample import SampleSeen
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 
-__all__ = ["describe_run"]
-
 
 def describe_run(
     model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, sample: SampleSeen, *,

@@ -36,8 +36,6 @@ from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
 from mpkit.trace.record.flops import Attentions, Flops, Meter, leaves_of
 
-__all__ = ["Around", "Backwards", "cut_off", "kind_of_layer", "observe", "of_wide_outputs", "whole"]
-
 Loss = Callable[[Any, Any], Any]
 Around = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a forward runs."""

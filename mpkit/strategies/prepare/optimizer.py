@@ -52,8 +52,6 @@ from mpkit.strategies.update.optimizer import (
     trained_parameters,
 )
 
-__all__ = ["ELEMENTWISE", "OptimizerTraits", "examine_optimizer", "is_elementwise"]
-
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in [

@@ -35,8 +35,6 @@ from mpkit.strategies.prepare.record import CannotCut, EnteredFromOutside, recor
 from mpkit.strategies.replicas.batchnorm import over_whole_batch
 from mpkit.strategies.stage.stage import PRECISIONS, cast
 
-__all__ = ["partition_model"]
-
 Loss = Callable[[Any, Any], Any]
 
 

@@ -33,9 +33,6 @@ from mpkit.strategies.prepare.copies import has_content
 from mpkit.strategies.prepare.loss_form import OneMean, copy_loss, find_mean
 from mpkit.strategies.replicas.batchnorm import batch_norms
 
-__all__ = ["SpecialValues", "check_verify", "telling_steps", "with_proof"]
-
-
 WORKS = (
     'verify="first" (the default: the first two steps, telling ones and one drawn), "all", (1, 10) or False'
 )

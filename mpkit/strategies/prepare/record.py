@@ -24,8 +24,6 @@ from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.flops import Attentions, Meter
 from mpkit.trace.record.operators import tensors_in
 
-__all__ = ["CannotCut", "EnteredFromOutside", "record", "tell_if_entered"]
-
 PLAIN = (bool, int, float, str, bytes, slice, range, torch.Size, torch.dtype, torch.device, type(None))
 """Types other than tensors that may pass between blocks: they are the same for all micro-batches of one shape."""
 

@@ -38,9 +38,6 @@ from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.runtime.local_model import attention_over, localize
 from mpkit.strategies.stage.shard import ShardedModel
 
-__all__ = ["resolve", "shared_weights"]
-
-
 Loss = Callable[[Any, Any], Any]
 
 

@@ -19,8 +19,6 @@ from mpkit.strategies.checkpoint.parts import SavedParts
 from mpkit.strategies.data.batches import check_integer
 from mpkit.strategies.prepare.optimizer import OptimizerTraits
 
-__all__ = ["check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
-
 EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
 

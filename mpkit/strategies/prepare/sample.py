@@ -36,8 +36,6 @@ from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.stage.stage import call
 
-__all__ = ["Attention", "SampleSeen", "observe_sample"]
-
 
 class Attention(NamedTuple):
     """A call of scaled_dot_product_attention.

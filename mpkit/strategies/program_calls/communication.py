@@ -37,8 +37,6 @@ from mpkit.strategies.rank_context import Context
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["OPERATORS", "Communication", "ComparedFunction", "compare_calls", "place_of_group"]
-
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
 _MEMBERS: dict[str, Any] = dict(dist.ReduceOp.RedOpType.__members__)

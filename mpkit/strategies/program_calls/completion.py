@@ -26,8 +26,6 @@ from mpkit.strategies.comm.call_checks import CheckedCall
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Completion"]
-
 _RECENT = 256  # outputs of functional collectives that may still be waited for
 _OURS = 3  # references to a handle that nobody else holds: the table's, a variable and getrefcount's argument
 

@@ -16,8 +16,6 @@ from torch.autograd.profiler import record_function
 
 from mpkit.common.process_wide import Replacements
 
-__all__ = ["Annotations", "SourceLines"]
-
 _KIT = str(Path(__file__).parents[2])
 _INTERNAL = (str(Path(torch.__file__).parent), _KIT, "<frozen")
 _CALLS = (

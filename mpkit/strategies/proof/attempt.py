@@ -22,8 +22,6 @@ from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import coarsest, rounded
 from mpkit.strategies.reference.serial import Serial
 
-__all__ = ["Attempt", "Found", "PartOfStep"]
-
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
 

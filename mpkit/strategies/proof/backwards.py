@@ -19,8 +19,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from mpkit.common.torch_private import _current_graph_task_id, _execution_engine, _will_engine_execute_node
 
-__all__ = ["ModuleBackwards"]
-
 
 class ModuleBackwards:
     """The backwards through one module.

@@ -33,8 +33,6 @@ from mpkit.strategies.proof.rounding import coarsest, distance, largest
 from mpkit.strategies.proof.step_gradients import Shares
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 
-__all__ = ["cause_of", "cause_of_update"]
-
 
 def close(attempt: Attempt) -> float:
     """Return the relative difference up to which a repeated computation explains what the ranks have: half the digits.

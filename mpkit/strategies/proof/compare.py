@@ -25,8 +25,6 @@ from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.proof.draws import SharedDraws
 from mpkit.strategies.proof.rounding import SPREADS, distance, largest
 
-__all__ = ["Difference", "Noise", "Results", "difference_in_words", "run_user_code", "same", "say"]
-
 Results = Mapping[str, Tensor | None]
 """What a computation makes: gradients by the parameter's name, "buffer NAME", "output NUMBER", the loss by ""."""
 

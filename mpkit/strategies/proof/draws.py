@@ -21,8 +21,6 @@ from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import shares, split
 from mpkit.strategies.models.heard_draws import CannotReplay
 
-__all__ = ["SharedDraws", "StepDraws"]
-
 CHANCE = 1e-9
 """The chance of a coincidence below which equal draws are none."""
 

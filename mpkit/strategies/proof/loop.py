@@ -41,8 +41,6 @@ from mpkit.strategies.runtime.evidence import digest_of
 from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace.proof import number_steps, power
 
-__all__ = ["LoopProof"]
-
 
 class LoopProof:
     """Compares the first steps of a wrapped module with plain PyTorch.

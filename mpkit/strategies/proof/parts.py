@@ -25,8 +25,6 @@ from mpkit.strategies.proof.compare import say
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import distance, largest
 
-__all__ = ["explain_parts"]
-
 Samples = Sequence[int]
 
 

@@ -23,11 +23,6 @@ from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import coarsest, distance, largest, rounded
 from mpkit.strategies.stage.stage import call, cast_module
 
-__all__ = [
-    "CLOSE", "Gradients", "PlainForward", "PlainModule", "Received", "kept_attributes", "kept_of_graph", "tensors_of",
-    "wide",
-]  # fmt: skip
-
 CLOSE = 1e-3
 """The relative difference up to which another computation explains a result."""
 

@@ -23,8 +23,6 @@ from mpkit.strategies.runtime.evidence import verdict_of
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory
 from mpkit.trace.proof import PROOF, Proof
 
-__all__ = ["ProofThread"]
-
 LOOK_EVERY = 0.05
 """Seconds between two looks for a step that all ranks have finished."""
 

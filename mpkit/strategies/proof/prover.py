@@ -40,8 +40,6 @@ from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.update.optimizer import describe_optimizer
 from mpkit.trace.proof import Proof
 
-__all__ = ["Prover"]
-
 LEFT = 0.05
 """The share of a GPU's memory that is left to the ranks, which may still grow."""
 

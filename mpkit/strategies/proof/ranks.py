@@ -22,8 +22,6 @@ from mpkit.strategies.proof.compare import difference_in_words, say
 from mpkit.strategies.runtime.evidence import digest_of
 from mpkit.strategies.stage.shard import HeldPart, put_together
 
-__all__ = ["HeldTensors", "Ranks", "kept", "local", "whole"]
-
 
 class Ranks:
     """The ranks of a proof, and what they have to agree on.

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import TorchDispatchMode
 
-__all__ = ["FEW", "SPREADS", "RoundingMode", "coarsest", "distance", "few_of", "largest", "rounded"]
-
 FEW = 8.0
 """Roundings of the largest element by which two results may differ without further questions."""
 

@@ -30,8 +30,6 @@ from mpkit.strategies.proof.plain_module import Gradients, Received, wide
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks, local, whole
 from mpkit.strategies.proof.rounding import FEW, distance, largest
 
-__all__ = ["Shares", "StepComparison", "StepGradients", "Verdict"]
-
 NEAR = 1e-3
 """The relative residual up to which shares explain a gradient, and the error of a share that is called exact."""
 

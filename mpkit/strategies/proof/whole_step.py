@@ -15,8 +15,6 @@ from mpkit.strategies.models.python_state import Remembered
 from mpkit.strategies.runtime.evidence import digest_of, evidence_of
 from mpkit.strategies.stage.shard import HeldPart, put_together
 
-__all__ = ["RankPart", "WholeStep", "assemble_step", "files_of"]
-
 
 class RankPart(NamedTuple):
     """The elements of a parameter that one rank updates.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 import mpkit as mk
 
-__all__ = ["Batches", "Loss", "Optimizer", "shard_of", "share_of"]
-
 Batches = Sequence[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

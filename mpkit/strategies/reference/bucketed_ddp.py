@@ -20,8 +20,6 @@ from torch.nn.utils import vector_to_parameters
 import mpkit as mk
 from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer, share_of
 
-__all__ = ["train"]
-
 
 def train(
     ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer,

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from mpkit.strategies.reference.stage import Stage
 
-__all__ = ["gpipe"]
-
 
 def gpipe(stage: Stage) -> None:
     """Compute one step of a stage, with m micro-batches."""

@@ -21,8 +21,6 @@ from torch import nn
 import mpkit as mk
 from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer, share_of
 
-__all__ = ["train"]
-
 
 def train(
     ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer, s: int

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from mpkit.strategies.reference.stage import Stage
 
-__all__ = ["naive_model_parallelism"]
-
 
 def naive_model_parallelism(stage: Stage) -> None:
     """Compute one step of a stage, with one micro-batch: the whole batch."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from mpkit.strategies.reference.stage import Stage
 
-__all__ = ["one_f_one_b"]
-
 
 def one_f_one_b(stage: Stage) -> None:
     """Compute one step of a stage, with m micro-batches."""

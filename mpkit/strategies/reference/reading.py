@@ -7,8 +7,6 @@ from importlib.resources import files
 
 from mpkit.common.tracebacks import public
 
-__all__ = ["SOURCES", "PythonSource", "source"]
-
 SOURCES = {
     "serial": "serial",
     "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b", "stage": "stage",

@@ -20,8 +20,6 @@ from torch import Tensor
 
 import mpkit as mk
 
-__all__ = ["ring_attention"]
-
 
 class _Pass(torch.autograd.Function):
     @staticmethod

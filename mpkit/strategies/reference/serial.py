@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["Serial"]
-
 
 class Serial:
     """A training in one process, step by step.

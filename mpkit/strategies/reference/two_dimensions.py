@@ -18,8 +18,6 @@ import mpkit as mk
 from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer
 from mpkit.strategies.reference.tensor.parallel_mlp import parallel_mlp
 
-__all__ = ["train"]
-
 
 def train(
     ctx: mk.Context, A: Tensor, B: Tensor, batches: Batches, loss: Loss, optimizer: Optimizer, t: int

@@ -19,8 +19,6 @@ from torch import Tensor
 
 import mpkit as mk
 
-__all__ = ["ulysses"]
-
 
 class _Exchange(torch.autograd.Function):
     @staticmethod

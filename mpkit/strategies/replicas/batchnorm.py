@@ -26,8 +26,6 @@ from mpkit.strategies.comm.communicator import Communicator
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["announce_sync", "batch_norms", "has_own_forward", "over_whole_batch"]
-
 
 def over_whole_batch(module: nn.Module, comm: Communicator) -> None:
     """Let every BatchNorm in a module take its statistics over the samples of all ranks.

@@ -23,8 +23,6 @@ from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.replicas.part import ReplicatedPart
 from mpkit.strategies.stage.gradient_sync import GradientSync
 
-__all__ = ["BufferedSync", "broadcast_all", "broadcast_tensors", "unequal_buffers"]
-
 
 def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
     """Return the buffers that may differ between ranks: all but those of synchronized BatchNorms, and of routers."""

@@ -26,8 +26,6 @@ from mpkit.strategies.replicas.reducer import Reducer, WholeGradients
 from mpkit.strategies.replicas.units import fill_buckets
 from mpkit.strategies.stage.gradient_sync import Half
 
-__all__ = ["DDP"]
-
 
 class DDP(BufferedSync):
     """Gradients summed over replicas, in buckets, while the backward pass runs."""

@@ -28,8 +28,6 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import PendingWork
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Flat", "FlatLayout", "ShardedFlat", "assign_owners"]
-
 
 def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
     """Return which of n ranks owns each tensor: the largest first, each to the rank that owns least.

@@ -39,9 +39,6 @@ from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.replicas.flat import Flat
 from mpkit.strategies.replicas.units import Site
 
-__all__ = ["CallOrder", "GatherHooks", "ShardedParameter", "WholeParameters"]
-
-
 # ---------------------------------------------------------------- which layer is next
 
 

@@ -22,14 +22,6 @@ from mpkit.strategies.stage.stage import Stage
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = [
-    "Holders",
-    "ReplicatedPart",
-    "arrived_late",
-    "holders_of",
-    "unused_error",
-]
-
 
 def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") -> MpkitError:
     """Return the error for parameters without a gradient, with what would allow that."""

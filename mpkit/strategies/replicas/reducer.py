@@ -40,9 +40,6 @@ from mpkit.strategies.replicas.part import arrived_late, unused_error
 from mpkit.strategies.stage.gradient_sync import Half
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Gradients", "Reducer", "ShardedGradients", "WholeGradients"]
-
-
 # ---------------------------------------------------------------- one unit
 
 

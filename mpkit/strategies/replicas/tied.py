@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.partition.value import SharedWeight
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["TiedWeights", "tied_parameters"]
-
 
 class TiedWeights:
     """The weights of this rank's stages that are tied to weights of other stages.

@@ -22,8 +22,6 @@ from torch import nn
 from mpkit.strategies.stage.partitioned_stage import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
-__all__ = ["FIRST_BYTES", "Site", "Unit", "fill_buckets", "sites_of", "units_of"]
-
 FIRST_BYTES = 2**20
 """The first bucket is small, so that communication begins early; PyTorch's DDP does the same."""
 

@@ -48,8 +48,6 @@ from mpkit.strategies.replicas.units import Unit, sites_of, units_of
 from mpkit.strategies.stage.gradient_sync import Half, Piece, named_parameters
 from mpkit.trace import Kind
 
-__all__ = ["OffloadedZero3", "Zero", "Zero1", "Zero2", "Zero3", "zero_sync"]
-
 
 class Zero(BufferedSync):
     """This rank's shards, and what its stage of ZeRO leaves whole.

@@ -27,8 +27,6 @@ from mpkit.strategies.stage.gradient_sync import GradientSync
 if TYPE_CHECKING:
     from mpkit.strategies.runtime.train import Training
 
-__all__ = ["AfterStep", "Evaluation", "StepContext"]
-
 
 class Evaluation:
     """One rank's part of evaluations."""

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
     from mpkit.strategies.runtime.train import Training
 
-__all__ = ["Checkpoints"]
 
 OTHER_DRAWS = 1_000_003
 """Times the step, added to the seed where random states are not restored, so that no step repeats another's draws."""

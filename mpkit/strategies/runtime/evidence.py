@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
     from mpkit.strategies.runtime.train import Training
 
-__all__ = ["RankEvidence", "digest_of", "evidence_of", "lost_of", "verdict_of"]
 
 LOOK_EVERY = 0.005
 """Seconds between two looks for the verdict on a step whose checkpoint waits for it."""

@@ -30,8 +30,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["BatchRouting", "ExpertRows"]
-
 
 class ExpertRows:
     """One rank's counts."""

@@ -27,8 +27,6 @@ from mpkit.strategies.experts.divide import divide_experts, find_experts
 from mpkit.strategies.models.own_draws import OwnDraws, TokenDraws
 from mpkit.strategies.tensor import ShardedModel, shard_model
 
-__all__ = ["AttentionOver", "attention_over", "localize"]
-
 AttentionOver = Callable[..., AbstractContextManager[Any]]
 """Makes the context manager of a forward from what counts the pairs of a query and a key."""
 

@@ -9,8 +9,6 @@ import torch
 
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["is_out_of_memory", "picture_of"]
-
 WORDS = ("can't allocate memory", "out of memory")
 """What torch says where it raises a plain RuntimeError: its CPU allocator, and older backends."""
 

@@ -54,7 +54,6 @@ from mpkit.strategies.stage.gradient_sync import GradientSync
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Pipeline"]
 
 LAST_HALF = ("B", "W")
 """The actions that add to the weights' gradients."""

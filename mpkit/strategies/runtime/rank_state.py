@@ -34,14 +34,6 @@ from mpkit.strategies.stage.shard import HeldPart
 if TYPE_CHECKING:
     from mpkit.strategies.runtime.train import Training
 
-__all__ = [
-    "TrainedState",
-    "buffers",
-    "held_entries",
-    "put_back",
-    "room_for",
-    "trained_state",
-]
 
 State = dict[str, HeldPart]
 

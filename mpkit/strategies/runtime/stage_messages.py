@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.comm.wire import Work
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["StageMessages"]
 
 SKIPS = {"F": "S", "B": "T"}
 """Letters in the tags of messages that go further than to a neighbour."""

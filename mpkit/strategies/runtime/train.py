@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
 
-__all__ = ["Training", "place_stages", "train", "watch_stages"]
-
-
 def train(context: Context, job: TrainJob) -> TrainedState:
     """Run this rank's part of a training; `Cluster.train` calls this on every rank.
 

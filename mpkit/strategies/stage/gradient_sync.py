@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from mpkit.strategies.stage.shard import HeldPart, Shard
 from mpkit.strategies.stage.stage import Stage
 
-__all__ = ["GradientSync", "Half", "Piece", "named_parameters"]
-
 Half = Literal["", "I", "W"]
 """Half of a backward: "I" for the inputs' gradients, "W" for the weights', or "" for both at once."""
 

@@ -26,8 +26,6 @@ from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import Stage, call
 
-__all__ = ["LooseParameters", "PartitionedStage", "place_parts"]
-
 
 def place_parts(
     model: nn.Module,

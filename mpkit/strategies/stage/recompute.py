@@ -45,17 +45,6 @@ from mpkit.trace import Kind
 from mpkit.trace.record.memory import PackedTensor
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = [
-    "AttentionAgain",
-    "RecomputeScope",
-    "RecomputedBlock",
-    "RecomputedCall",
-    "Saved",
-    "WrittenState",
-    "chosen_blocks",
-    "recompute_blocks",
-]
-
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
 

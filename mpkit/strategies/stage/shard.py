@@ -22,8 +22,6 @@ from torch import Tensor
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.models.own_draws import OwnDraws
 
-__all__ = ["HeldPart", "Place", "Shard", "ShardedModel", "evenly", "put_together", "put_together_by_name"]
-
 
 def evenly(count: int, t: int) -> list[range]:
     """Divide `count` things into t ranges, the first ones longer by one where t does not divide it.

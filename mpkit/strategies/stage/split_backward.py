@@ -50,8 +50,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from mpkit.strategies.stage.recompute import Saved
 from mpkit.trace.record.memory import PackedTensor
 
-__all__ = ["GraphCut", "WeightGrads", "input_grads"]
-
 
 class GraphCut:
     """The cut of the graph of a stage's forward into two halves.

@@ -19,8 +19,6 @@ from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["PRECISIONS", "Stage", "arguments_of", "call", "cast", "cast_module", "onto_device", "track"]
-
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of plans that do not compute in the model's own precision."""
 

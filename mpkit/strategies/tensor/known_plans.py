@@ -36,8 +36,6 @@ from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.models.chain import is_chain, layers_of
 from mpkit.strategies.tensor.region import is_linear
 
-__all__ = ["find_head", "find_tensor_plan", "own_plan"]
-
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU,
     nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout,

@@ -32,21 +32,6 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = [
-    "conjugate",
-    "f",
-    "f_bar",
-    "g",
-    "g_bar",
-    "gather",
-    "gather_features",
-    "join_sequence",
-    "part_of_sequence",
-    "reduced_sequence",
-    "scatter",
-]
-
-
 # ---- what is sent, without autograd --------------------------------------------------------------------------
 
 

@@ -27,8 +27,6 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import PendingWork
 from mpkit.strategies.tensor.operators import by_parts, from_parts
 
-__all__ = ["RegionInput"]
-
 
 class RegionInput:
     """x of a region, and the outputs of the column layers for it.

@@ -50,16 +50,6 @@ from mpkit.strategies.partition.value import Value
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, join_sequence, scatter
 from mpkit.strategies.tensor.overlap import RegionInput
 
-__all__ = [
-    "RegionAtWork",
-    "divide_sequence",
-    "is_across",
-    "is_linear",
-    "is_weight",
-    "modules_between",
-]
-
-
 Finish = Callable[[Tensor], Tensor]
 """What is done with a column layer's output on this rank."""
 

@@ -17,8 +17,6 @@ from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.stage.shard import evenly
 from mpkit.strategies.tensor.region import is_across, is_linear, is_weight
 
-__all__ = ["check", "divide", "widths"]
-
 Names: TypeAlias = dict[str, Any]
 """A model's modules and parameters, by name."""
 

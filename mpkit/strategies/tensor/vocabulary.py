@@ -37,8 +37,6 @@ from mpkit.common.torch_private import DisableTorchFunctionSubclass, FakeTensor,
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.tensor.operators import g, gather_features
 
-__all__ = ["DividedLogits", "cross_entropy", "divide_embedding"]
-
 
 def divide_embedding(group: Communicator, embedding: nn.Embedding, mine: range, vocabulary: int) -> None:
     """Let an embedding look up tokens of this rank's part of the vocabulary, whose vectors it holds already."""

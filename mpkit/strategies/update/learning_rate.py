@@ -17,8 +17,6 @@ from typing import Any
 
 from mpkit.common.tracebacks import public
 
-__all__ = ["ScalingRule", "linear_scaling", "sqrt_scaling"]
-
 
 @dataclass(frozen=True)
 class ScalingRule:

@@ -25,8 +25,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Masters", "narrow"]
-
 
 class Masters:
     """The parameters that the optimizer is given, one per piece.

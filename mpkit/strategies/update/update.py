@@ -34,8 +34,6 @@ from mpkit.trace.record.hooks import watch_optimizer
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["LossScaler", "Update"]
-
 
 @dataclass
 class LossScaler:

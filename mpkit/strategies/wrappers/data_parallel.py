@@ -36,8 +36,6 @@ from mpkit.strategies.wrappers.wrapper import (
 )
 from mpkit.trace import Kind
 
-__all__ = ["DataParallel", "ddp"]
-
 
 @public
 def ddp(

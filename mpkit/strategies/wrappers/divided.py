@@ -24,8 +24,6 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.prepare.optimizer import ELEMENTWISE
 from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 
-__all__ = ["DividedModule", "GradientPart", "mark_divided", "mark_part"]
-
 SUMS = {
     "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean", "nanmean",
     "prod", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "quantile", "var", "std", "any",

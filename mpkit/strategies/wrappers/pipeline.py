@@ -46,8 +46,6 @@ from mpkit.strategies.wrappers.divided import DividedModule, mark_divided, mark_
 from mpkit.strategies.wrappers.wrapper import HeldParameters, check_module, checked_prove, ranks_for
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
-__all__ = ["PipelineParallel", "pipeline"]
-
 
 @public
 def pipeline(

@@ -23,8 +23,6 @@ from mpkit.strategies.wrappers.pipeline import PipelineParallel
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
 from mpkit.strategies.wrappers.wrapper import Group, ModuleWrapper, checked_prove
 
-__all__ = ["prove"]
-
 AROUND = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 """What torch.compile and torch's checkpoint wrapper put into names."""
 

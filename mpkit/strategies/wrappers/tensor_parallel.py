@@ -27,8 +27,6 @@ from mpkit.strategies.tensor.shards import shard_model, shards_of
 from mpkit.strategies.wrappers.divided import DividedModule, mark_divided
 from mpkit.strategies.wrappers.wrapper import Group, HeldParameters, check_module, ranks_for
 
-__all__ = ["TensorParallel", "tensor_parallel"]
-
 
 class TensorParallel(DividedModule):
     """A module of which each rank holds a part of each layer; made by `mk.tensor_parallel`.

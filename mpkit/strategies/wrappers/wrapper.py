@@ -24,10 +24,6 @@ from mpkit.strategies.comm.own_process import current_communicator
 from mpkit.strategies.experts.divide import find_balanced
 from mpkit.strategies.rank_context import Context
 
-__all__ = [
-    "Group", "HeldParameters", "ModuleWrapper", "check_module", "checked_prove", "ranks_for",
-]  # fmt: skip
-
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 """The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
 

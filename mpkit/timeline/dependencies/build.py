@@ -21,8 +21,6 @@ import numpy.typing as npt
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.trace import Kind, Lane
 
-__all__ = ["ISSUE", "PIECE", "WAIT", "Item", "graph_of", "items_of", "lies_within"]
-
 Array = npt.NDArray[Any]
 
 ISSUE, WAIT, PIECE = range(3)

@@ -21,8 +21,6 @@ from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.replay.spans import ReplayResult
 from mpkit.trace import Kind
 
-__all__ = ["CriticalPath", "PathOp", "StepWaiting", "critical_path", "waiting_of"]
-
 Array = npt.NDArray[Any]
 MESSAGES = (Kind.SEND, Kind.RECV)
 

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Node", "StepGraph"]
-
 Array = npt.NDArray[Any]
 
 

@@ -18,7 +18,6 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["bubble_words"]
 
 APART = 0.02
 """How far a bubble may be from theory without a word."""

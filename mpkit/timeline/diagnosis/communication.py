@@ -20,8 +20,6 @@ from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind, Lane
 
-__all__ = ["exposed_communication", "slow_links"]
-
 Array = npt.NDArray[Any]
 
 SLOW = 1.5

@@ -22,8 +22,6 @@ from mpkit.timeline.findings import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
-__all__ = ["WORTH", "Evidence", "Rule", "StepWork", "list_ranks"]
-
 Array = npt.NDArray[Any]
 
 WORTH = 0.02

@@ -23,8 +23,6 @@ from mpkit.timeline.findings import Diagnosis, Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
-__all__ = ["RULES", "diagnose"]
-
 FULL = 0.9
 """The share of a device's memory from which on an allocator has to search, and a longer batch ends the run: what CUDA's
 context, the libraries' workspaces and fragments take is not counted here, and comes to some percent."""

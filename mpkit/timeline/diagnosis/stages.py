@@ -22,8 +22,6 @@ from mpkit.timeline.findings import Finding
 from mpkit.timeline.simulation import simulate
 from mpkit.trace import Kind
 
-__all__ = ["UNEVEN", "bubble", "imbalance"]
-
 UNEVEN = 1.1
 """How many times the mean the largest stage must be; embeddings and heads alone make a few percent."""
 

@@ -22,8 +22,6 @@ from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
 from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind, Lane
 
-__all__ = ["SLOWER", "later_host_removed", "lost_time", "split_at_gap", "stragglers"]
-
 Array = npt.NDArray[Any]
 
 SLOWER = 1.12

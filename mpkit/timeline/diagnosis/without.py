@@ -22,8 +22,6 @@ from mpkit.timeline.diagnosis.stragglers import later_host_removed, lost_time, s
 from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
-__all__ = ["copies", "host_bound", "slow_loading", "synchronizing_calls"]
-
 Array = npt.NDArray[Any]
 
 FEW = 1024

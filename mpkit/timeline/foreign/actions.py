@@ -35,8 +35,6 @@ from mpkit.timeline.foreign.kineto import PATTERNS, TABLE, Events
 from mpkit.timeline.foreign.phases import place_of
 from mpkit.trace import Kind
 
-__all__ = ["FIXED", "DeviceWork", "ProfiledAction", "actions_of", "bounds_of", "work_of"]
-
 Array = npt.NDArray[Any]
 
 FIXED = 2_000

@@ -21,8 +21,6 @@ from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.kineto import PATTERNS, Events
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["InferredStrategy", "infer", "plan_of_mesh", "said_by"]
-
 _AXES = {"tp": "tp", "cp": "cp", "sp": "cp", "ep": "ep", "dp": "dp"}
 """By the name of a mesh's axis, the degree of a plan that it is."""
 

@@ -22,8 +22,6 @@ from mpkit.timeline.foreign.communication import Comm
 from mpkit.timeline.foreign.kineto import Events
 from mpkit.trace import Kind
 
-__all__ = ["ClockAlignment", "align"]
-
 Ends = dict[tuple[tuple[tuple[int, ...], int], int], int]
 """When each collective ended on a rank, by its members and kind, and its number."""
 

@@ -22,8 +22,6 @@ import numpy as np
 from mpkit.timeline.foreign.kineto import TABLE, Events
 from mpkit.trace import Kind
 
-__all__ = ["Comm", "communications", "described", "kind_of"]
-
 BACKENDS = ("gloo:", "nccl:", "rccl:", "ucc:", "xccl:", "mpi:")
 MESSAGES = (Kind.SEND, Kind.RECV)
 _KINDS = {word: Kind[kind] for word, kind in TABLE["collectives"].items()}

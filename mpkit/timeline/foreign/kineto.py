@@ -32,8 +32,6 @@ from mpkit.errors import TraceError
 from mpkit.timeline.foreign.stream import EventStream
 from mpkit.trace.validation import MOST_RANKS
 
-__all__ = ["PATTERNS", "TABLE", "EventTable", "Events", "RankIdentity", "read_header", "text_of"]
-
 Array = npt.NDArray[Any]
 
 TABLE: dict[str, Any] = tomllib.loads(files(__package__).joinpath("kineto.toml").read_text(encoding="utf-8"))

@@ -26,8 +26,6 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     from mpkit.devices.hardware import Hardware
 
-__all__ = ["OpenedTrace", "open"]
-
 
 @public
 @dataclass(repr=False)

@@ -19,8 +19,6 @@ from mpkit.timeline.foreign.kineto import PATTERNS, Events, EventTable
 from mpkit.timeline.metrics import covered
 from mpkit.trace import Kind
 
-__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps"]
-
 Array = npt.NDArray[Any]
 
 PLACE = np.dtype([("step", "<i8"), ("kind", "u1"), ("stage", "<i4"), ("microbatch", "<i4"), ("name", "<i8")])

@@ -31,8 +31,6 @@ from mpkit.timeline.foreign.phases import place_of
 from mpkit.timeline.metrics import covered, length
 from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, lane_of
 
-__all__ = ["MOST", "rank_trace"]
-
 Array = npt.NDArray[Any]
 
 MOST = 20_000

@@ -20,8 +20,6 @@ from typing import IO, Any
 
 from mpkit.errors import TraceError
 
-__all__ = ["EventStream", "first_bytes", "looks_like_json", "looks_like_trace"]
-
 PIECE = 4 << 20
 """Bytes that are read at a time."""
 

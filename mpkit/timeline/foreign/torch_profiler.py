@@ -26,8 +26,6 @@ from mpkit.timeline.foreign.phases import cut_steps, profiled_steps
 from mpkit.timeline.foreign.rank import group_of, rank_trace
 from mpkit.trace import Kind, Trace
 
-__all__ = ["import_traces", "machine_of"]
-
 
 def machine_of(device: str) -> str:
     """Return the name of a machine with this GPU; the GPU's own name if the catalogue has none, "cpu" without one.

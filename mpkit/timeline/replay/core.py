@@ -29,8 +29,6 @@ from mpkit.timeline.replay.rank import RankReplay, waiting_ranks
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, PART_SENT, SPAN, Names, ReplayResult
 from mpkit.trace import TIMED_BY_EVENTS, RankTrace
 
-__all__ = ["Replay"]
-
 Array = npt.NDArray[Any]
 NEVER = (inf, 0, 0)
 

@@ -22,8 +22,6 @@ from mpkit.devices.catalogue.machines import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.trace import TIMED_BY_EVENTS, Kind
 
-__all__ = ["ReplayMachine", "machine_of"]
-
 Array = npt.NDArray[Any]
 Cost = Callable[[Array], Array]
 """Seconds of compute that each op of (n,) of `OP` takes."""

@@ -11,8 +11,6 @@ from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, PART_SENT, NameLines
 from mpkit.trace import CATEGORIES, Kind, Lane
 
-__all__ = ["HeldMemory", "measured_samples", "placed_samples", "read_sent_parts"]
-
 Array = npt.NDArray[Any]
 
 

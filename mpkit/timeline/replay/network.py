@@ -23,8 +23,6 @@ import numpy.typing as npt
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.trace import Kind
 
-__all__ = ["ReplayNetwork", "Settled"]
-
 Moment = tuple[float, int, int]
 """When which op of which rank asks: time, rank, op. No two are the same."""
 

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from mpkit.trace import OP, Kind
 
-__all__ = ["RankProgram"]
-
 _WAIT, _COMM, _HOST, _STEP = int(Kind.WAIT), 32, 64, int(Kind.STEP)
 
 Array = npt.NDArray[Any]

@@ -16,8 +16,6 @@ from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.spans import SPAN, NameLines, Names, spans_of
 from mpkit.trace import MEMORY, OP, Kind, RankTrace
 
-__all__ = ["RankReplay", "waiting_ranks"]
-
 
 def waiting_ranks(ranks: Sequence[RankReplay]) -> list[dict[str, Any]]:
     """Return {"rank", "start" in seconds, "words"} of each rank that waits in vain.

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from mpkit.common.safe_text import visible
 from mpkit.trace import SAMPLE
 
-__all__ = ["DEVICE_SAMPLE", "HELD", "PART_SENT", "SPAN", "NameLines", "Names", "ReplayResult", "spans_of"]
-
 Array = npt.NDArray[Any]
 
 

@@ -15,8 +15,6 @@ import torch
 
 from mpkit.trace import TIMED_BY_EVENTS
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
-
 
 class Clock(Protocol):
     """A clock that marks the beginnings and ends of ops, which may run asynchronously."""

@@ -10,8 +10,6 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Current", "RecordedSpan", "Step"]
-
 
 class Current(NamedTuple):
     """Where a rank is; a field is None if it does not apply."""

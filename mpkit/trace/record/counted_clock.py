@@ -28,8 +28,6 @@ from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
 from mpkit.trace.record.recorder import Recorder
 from mpkit.trace.record.workspace import with_workspace, workspace_of
 
-__all__ = ["CountedRecorder", "CountingMode", "Roofline"]
-
 _LONG = struct.Struct("<q").pack_into
 _FLOAT = struct.Struct("<d").pack_into
 _AT = {name: int(OP.fields[name][1]) for name in ("bytes", "flops", "value")}  # type: ignore[index]

@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from mpkit.trace import CATEGORIES, MEMORY
 
-__all__ = ["POINTS", "Curve", "Segment"]
-
 _BUFFERS = CATEGORIES.index("buffers")
 POINTS = 16
 """A segment has at most so many changes; those of a longer one are summed up between them, but for its peak."""

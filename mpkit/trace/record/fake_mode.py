@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mpkit.common.torch_private import FakeTensorMode, _grouped_mm
 
-__all__ = ["FakeMode"]
-
 
 class FakeMode(FakeTensorMode):
     """A mode in which every operation computes shapes and no numbers; it accepts tensors with content.

@@ -22,8 +22,6 @@ from pathlib import Path
 from mpkit.common.disk import create, name_full_disk
 from mpkit.trace import HEADER, MAGIC
 
-__all__ = ["NameFile", "RecordFile", "claim", "warn_of_end"]
-
 _WORD = struct.Struct("<Q")
 _CHECKS = struct.Struct("<QQ")
 _AT_COUNT, _AT_STATE, _AT_CHECK = 8, 16, 24  # offsets of `count`, `state`, and `check` and `names`, in HEADER

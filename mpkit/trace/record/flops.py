@@ -25,8 +25,6 @@ from mpkit.trace import Kind
 from mpkit.trace.record.fake_mode import FakeMode
 from mpkit.trace.record.operators import flops_of, moved_by
 
-__all__ = ["Attentions", "Cost", "Flops", "Meter", "count", "leaves_of", "total"]
-
 Cost = tuple[float, int]
 """FLOPs and bytes."""
 

@@ -20,8 +20,6 @@ from mpkit.trace import Kind
 from mpkit.trace.record.memory import Gradients
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["HookHandles", "LayerHooks", "watch", "watch_optimizer"]
-
 
 class HookHandles:
     """The hooks that `watch` registered; `close` removes them."""

@@ -23,8 +23,6 @@ import torch
 from mpkit.trace import CATEGORIES, HEADER, MEMORY
 from mpkit.trace.record.files import RecordFile
 
-__all__ = ["Ledger"]
-
 _PACK = struct.Struct("<qIB3xq").pack_into  # one MEMORY record
 _FIRST, _SIZE = HEADER.itemsize, MEMORY.itemsize
 _NUMBER = {category: number for number, category in enumerate(CATEGORIES)}

@@ -38,16 +38,6 @@ from mpkit.trace.record.curve import Curve, Segment
 from mpkit.trace.record.files import RecordFile
 from mpkit.trace.record.ledger import Ledger
 
-__all__ = [
-    "DeviceAllocator",
-    "Gradients",
-    "HasStats",
-    "Instrument",
-    "PackedTensor",
-    "StepMemory",
-    "allocated_on",
-]
-
 LAG = 100_000_000
 """A played step's curve is written when it ends, and in a long step after so many ns: a live view shows it soon."""
 

@@ -15,8 +15,6 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from mpkit.common import torch_private
 from mpkit.common.torch_private import _grouped_mm, _unsafe_view
 
-__all__ = ["flops_of", "moved_by", "tensors_in"]
-
 _MOVES_NOTHING = {  # besides operators that are declared as views
     _unsafe_view,
     torch.ops.aten.empty,

@@ -9,8 +9,6 @@ from pathlib import Path
 from mpkit.trace import SENT_PART
 from mpkit.trace.record.files import RecordFile
 
-__all__ = ["SentParts"]
-
 _PACK = struct.Struct("<IIq").pack
 
 

@@ -14,8 +14,6 @@ from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.memory import Instrument, StepMemory
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["SilentRecorder"]
-
 
 class SilentLedger(Ledger):
     """A ledger without entries."""

@@ -13,8 +13,6 @@ from mpkit.trace.attention_work import ATTENDED
 from mpkit.trace.expert_load import ROWS
 from mpkit.trace.record.files import NameFile, RecordFile
 
-__all__ = ["Values"]
-
 _PACK = struct.Struct("<qiIdB7x").pack
 _METRIC, _STOP = 0, 1
 

@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["with_workspace", "workspace_of"]
-
 BLOCK, PAGE = 16, 4096
 
 

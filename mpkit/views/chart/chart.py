@@ -26,20 +26,6 @@ from mpkit.common.table import table_text
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.views.drawing.sheet import levels, memory_levels, ticks
 
-__all__ = [
-    "COUNT",
-    "NUMBER",
-    "SECONDS",
-    "Axis",
-    "Chart",
-    "Ink",
-    "Panel",
-    "Series",
-    "Unit",
-    "bytes_of_memory",
-    "chart_text",
-]
-
 Kind = Literal["bars", "rows", "lines", "areas", "cells"]
 Look = Literal["fill", "line", "joined", "dashes", "steps", "points", "rings", "dots", "mark"]
 Ink = str | tuple[str, str]

@@ -16,7 +16,6 @@ try:
 except ImportError as error:
     raise needs_notebook("a chart as a plotly Figure", error) from error
 
-__all__ = ["chart_figure"]
 
 TITLE = 44
 """Letters of the title per line: as many as fit the narrowest column, 400 pixels."""

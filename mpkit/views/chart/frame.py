@@ -13,11 +13,6 @@ from mpkit.views.drawing.colours import legible_on
 from mpkit.views.drawing.sheet import levels
 from mpkit.views.theme import SERIES, THEMES
 
-__all__ = [
-    "END", "LETTER", "MIDDLE", "SMALL", "Inks", "Room", "Scale", "across_axis", "inks_of", "inside", "rect", "rule",
-    "scale_of", "told_of", "upright_axis", "words_at",
-]  # fmt: skip
-
 LETTER, TICKS, TITLE = 6.6, 20.0, 18.0
 """Pixels: of a letter, for the numbers and for the title of an axis."""
 

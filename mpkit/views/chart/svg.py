@@ -33,8 +33,6 @@ from mpkit.views.drawing.colours import legible_on
 from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.theme import MARGIN, wrap_words
 
-__all__ = ["chart_svg"]
-
 GAP, HEAD, APART = 26.0, 22.0, 14.0
 """Pixels: between panels, for the title above one, between lines of panels."""
 BAR, ROW, CELL = 64.0, 26.0, 44.0

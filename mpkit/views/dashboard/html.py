@@ -14,9 +14,6 @@ from mpkit.views.drawing.colours import WHITE
 from mpkit.views.results.losses import losses as losses_chart
 from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES, WHOLE_WORDS
 
-__all__ = ["STOP_HINT", "badge", "charts", "head", "output", "progress", "remark", "starting_html", "trouble"]
-
-
 STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
 
 _CHIPS = {"running": ACCENT, "finished": STATUS["good"], "stopped": STATUS["doubt"], "failed": STATUS["bad"]}

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from mpkit.launch.session.execution import Execution
     from mpkit.plan.plan import Plan
 
-__all__ = ["Dashboard", "RunView", "show_run", "show_waiting"]
 
 SPEAK = 10.0
 """The least seconds between two lines that a screen reader is told about steps and losses."""

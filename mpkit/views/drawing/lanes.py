@@ -13,12 +13,6 @@ from typing import Any
 from mpkit.plan.mesh import AXES, place_text
 from mpkit.timeline.timeline import Timeline
 
-__all__ = [
-    "CLOCKS", "FOLDED", "LaneGroup", "clock_words", "files_words", "groups_of", "groups_trait", "rank_label",
-    "short_label", "widest_label",
-]  # fmt: skip
-
-
 FOLDED = 16
 """With more ranks than this, groups are folded at first."""
 

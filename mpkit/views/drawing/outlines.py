@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 from mpkit.common.safe_text import escape
 
-__all__ = ["Outline", "merge_outlines"]
-
 NARROW = 6.0
 """Pixels: what is narrower shares an outline."""
 

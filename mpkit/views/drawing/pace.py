@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Pace"]
-
 
 class Pace:
     """Calls at most once per `pause` seconds, and for at most a twentieth of the time.

@@ -18,8 +18,6 @@ from mpkit.common.safe_text import escape
 from mpkit.common.units import memory_unit, seconds, trim_zeros
 from mpkit.views.theme import FONT, HEADING, MARGIN, TEXT, THEMES, style_block, wrap_words
 
-__all__ = ["KeyLines", "faint_lines", "keys", "levels", "memory_levels", "sheet", "ticks"]
-
 
 def ticks(duration: float, most: int) -> list[tuple[float, str]]:
     """Return at most `most` + 1 times from 0 to `duration`, a round step (1, 2 or 5 x a power of ten) apart.

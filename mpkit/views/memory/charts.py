@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["by_plan", "by_strategy", "memory_over_time", "memory_panel", "peaks_of"]
 
 MOST = 64
 """The most ranks that have a panel; a note says how many there are more."""

@@ -22,17 +22,6 @@ from mpkit.trace import CATEGORIES, Kind
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.drawing.sheet import levels, memory_levels
 
-__all__ = [
-    "RankMemory",
-    "device_memory",
-    "fewer",
-    "held_text",
-    "levels_of",
-    "memory_of",
-    "peak_words",
-    "share_text",
-]
-
 
 def peak_words(timeline: Timeline, like: float = 0) -> str:
     """Say what the fullest rank held when it held most, and what it was doing; "" if nothing is held.

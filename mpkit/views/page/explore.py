@@ -9,8 +9,6 @@ from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, ZB_H1
 from mpkit.timeline.comparison import compare_timelines
 from mpkit.views.page.trial import MICROBATCHES, RANKS, SLIDERS, simulated
 
-__all__ = ["explore"]
-
 
 @public
 def explore(*schedules: str, **setting: float) -> Any:

@@ -22,8 +22,6 @@ try:
 except ImportError as error:
     raise needs_notebook("the schedule explorer", error) from error
 
-__all__ = ["Explorer"]
-
 
 class Explorer(anywidget.AnyWidget):
     """Schedules side by side, on one time axis; see `mpkit.explore`.

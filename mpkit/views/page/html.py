@@ -49,8 +49,6 @@ from mpkit.views.timeline.text import rank_table
 from mpkit.views.timeline.tracks import pack_tracks
 from mpkit.views.timeline.wire import look, pack_spans
 
-__all__ = ["html"]
-
 
 def html(
     timelines: Timeline | Mapping[str, Timeline],

@@ -25,10 +25,6 @@ from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.wire import COLUMNS
 
-__all__ = [
-    "LINK", "MICROBATCHES", "RANKS", "SLIDERS", "controls", "pack_schedules", "plan_of", "simulated", "title", "trial",
-]  # fmt: skip
-
 RANKS, MICROBATCHES = range(2, 9), range(1, 17)
 """What the sliders reach: p ranks, m micro-batches."""
 

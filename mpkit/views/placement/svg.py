@@ -34,7 +34,6 @@ from mpkit.views.theme import MARGIN, THEMES, wrap_words
 if TYPE_CHECKING:
     from mpkit.strategies.placement.placement import Placement
 
-__all__ = ["placement_svg"]
 
 TALL, APART, BETWEEN, BELOW = 50.0, 26.0, 44.0, 58.0
 """Pixels: the height of a box, and the distances to the next one in its stage, in the next stage, in the next row."""

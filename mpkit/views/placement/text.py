@@ -12,10 +12,6 @@ from mpkit.strategies.placement.placement import STATES, Talk, brief, sharded_st
 if TYPE_CHECKING:
     from mpkit.strategies.placement.placement import Placement
 
-__all__ = [
-    "divided_heading", "divided_layers", "groups_words", "held_words", "link_words", "placement_text",
-    "shape_words", "share_rows",
-]  # fmt: skip
 
 REPLICAS, PARAMETERS = 8, 16
 """The most replicas and the most parameters that are shown."""

@@ -15,8 +15,6 @@ from mpkit.launch.doctor.report import CheckupFinding, plural
 if TYPE_CHECKING:
     from mpkit.launch.doctor.report import CheckupReport
 
-__all__ = ["print_report", "report_text", "verdict"]
-
 
 MARKS = {
     "costs": ("!", "bold red"),

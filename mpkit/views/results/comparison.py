@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from mpkit.prediction.experiments.what_if import WhatIf
     from mpkit.timeline.comparison import ComparedStep, Comparison
 
-__all__ = [
-    "comparison_svg",
-    "comparison_text",
-    "comparison_view",
-    "what_if_svg",
-    "what_if_text",
-    "what_if_view",
-]
-
 
 def what_if_text(found: WhatIf) -> str:
     """Return a row for the run and for each change, and memory, as lines of text."""

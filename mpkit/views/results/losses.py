@@ -12,8 +12,6 @@ from mpkit.trace.metrics import Metrics
 from mpkit.views.chart.chart import COUNT, NUMBER, Axis, Chart, Panel, Series
 from mpkit.views.drawing.colours import INKS, Key
 
-__all__ = ["losses"]
-
 MOST, LINES = 12, 4
 """The most panels, and the most lines of a panel."""
 KEYS = (Key.FORWARD, Key.INPUT_GRAD, Key.OPTIMIZER, Key.COMM, Key.DATA, Key.COMPUTE)

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from mpkit.trace.attention_work import AttentionWork
     from mpkit.trace.expert_load import ExpertLoad
 
-__all__ = [
-    "attention",
-    "attention_text",
-    "balance",
-    "balance_text",
-    "load",
-    "load_text",
-    "traffic",
-    "traffic_text",
-]
 
 # ---- bytes from rank to rank
 

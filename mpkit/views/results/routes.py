@@ -19,7 +19,6 @@ from mpkit.views.theme import MARGIN
 if TYPE_CHECKING:
     from mpkit.timeline.token_routes import TokenRoutes
 
-__all__ = ["routes_svg", "routes_text"]
 
 TOP, TALL, GAP, APART, BOX, LABEL = 56.0, 240.0, 3.0, 12.0, 12.0, 64.0
 """Pixels: the upper edge, the height of all rows, gaps between boxes and between ranks, a box's width, a label's."""

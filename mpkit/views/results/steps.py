@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mpkit.prediction.experiments.scaling import Scaling, ScalingRow
     from mpkit.timeline.comparison import Comparison
 
-__all__ = ["advice_chart", "bubble_curve", "bubble_curve_text", "causes", "estimate_chart", "scaling_chart"]
-
 
 def causes(comparison: Comparison) -> Chart:
     """Return where the time of each timeline goes: work and idle time by cause, averaged over ranks."""

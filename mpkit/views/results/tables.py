@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
     from mpkit.timeline.volume import CommVolume
 
-__all__ = ["advice_parts", "advice_table", "volume_html", "volume_text"]
 
 # ---- what a rank sends
 

@@ -27,10 +27,6 @@ from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical_path import CriticalPath, PathOp
 
-__all__ = [
-    "MOST", "PARTS", "critical_svg", "critical_text", "has_path", "outline_span", "pack_path", "page",
-    "path_of",
-]  # fmt: skip
 
 MOST = 20_000
 """The most operations of a step whose path is put into a page, in which no kernel could find it later."""

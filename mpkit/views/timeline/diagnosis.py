@@ -21,7 +21,6 @@ from mpkit.views.timeline.svg import Plot, svg
 if TYPE_CHECKING:
     from mpkit.timeline.findings import Diagnosis, Finding
 
-__all__ = ["diagnosis_html", "diagnosis_panel", "diagnosis_svg", "diagnosis_text"]
 
 PICTURES = 5
 """How many findings of a panel have a picture."""

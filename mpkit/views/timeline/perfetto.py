@@ -24,8 +24,6 @@ from mpkit.views.drawing.lanes import clock_words, rank_label
 from mpkit.views.memory.series import memory_of
 from mpkit.views.timeline.stages import layer_words, layers_of_span
 
-__all__ = ["perfetto"]
-
 THREADS = {
     Lane.NONE: (0, "steps"),
     Lane.COMPUTE: (1, "compute"),

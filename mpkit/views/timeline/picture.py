@@ -34,12 +34,6 @@ from mpkit.views.drawing.lanes import clock_words, groups_of, rank_label
 from mpkit.views.timeline.stages import layer_words, layers_of_span, stages_of
 from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in_vain
 
-__all__ = [
-    "BOX", "Mark", "Picture", "PictureRow", "coverage", "describe", "figures", "idle_gaps", "picture", "runs",
-    "step_extents", "strongest", "subtract_spans",
-]  # fmt: skip
-
-
 INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
 

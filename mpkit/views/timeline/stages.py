@@ -14,8 +14,6 @@ from mpkit.strategies.placement.placement import brief
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
-__all__ = ["bars", "chunk_of", "layer_words", "layers_of_span", "layers_trait", "stages_of"]
-
 
 def layers_of_stages(timeline: Timeline) -> list[list[str]]:
     """Return the names of the layers that an action of each stage computes; [] if nobody knows them.

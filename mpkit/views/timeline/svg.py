@@ -34,8 +34,6 @@ from mpkit.views.timeline.stages import bars, chunk_of
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.waits_in_vain import vain_svg
 
-__all__ = ["HEIGHTS", "Plot", "gutter_of", "static_bundle", "summary", "svg", "timeline_svg"]
-
 
 def static_bundle(timeline: Timeline, title: str = "", *, memory: bool = False) -> dict[str, str]:
     """Return a MIME bundle of text/plain and text/html; with `memory`, what each rank held is drawn below.

@@ -28,9 +28,6 @@ from mpkit.views.memory.series import held_text
 from mpkit.views.timeline.picture import Picture, coverage, picture, strongest
 from mpkit.views.timeline.tracks import device_lines
 
-__all__ = ["Cells", "cells", "columns_of", "rank_table", "text"]
-
-
 NOTEBOOK_WIDTH = 100
 FILL = dict(zip(Key, "·░▓▒█◆▚▞━═▤", strict=True))
 

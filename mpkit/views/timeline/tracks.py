@@ -26,8 +26,6 @@ from mpkit.views.drawing.colours import CATEGORY_INKS, DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label
 from mpkit.views.memory.series import device_memory, fewer, memory_of, peak_words
 
-__all__ = ["TRACKS", "device_lines", "expected_tracks", "has_tracks", "pack_tracks"]
-
 Head = dict[str, Any]
 
 

@@ -12,7 +12,6 @@ from mpkit.timeline.timeline import Timeline
 if TYPE_CHECKING:
     from mpkit.views.timeline.picture import Picture
 
-__all__ = ["Wait", "length_with_waits", "vain_svg", "waits_in_vain"]
 
 VAIN = 0.25
 """How much longer a picture is in which ranks wait in vain, as a share of what came before."""

@@ -41,7 +41,6 @@ try:
 except ImportError as error:
     raise needs_notebook("the live timeline", error) from error
 
-__all__ = ["TimelineView", "show_path"]
 
 PAUSE = 0.08
 """The least seconds between two updates: more would exceed the server's limit of messages."""

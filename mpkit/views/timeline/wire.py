@@ -20,8 +20,6 @@ from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key, key_of, outline
 from mpkit.views.theme import THEMES
 
-__all__ = ["COLUMNS", "look", "pack_spans"]
-
 COLUMNS: list[tuple[str, str]] = [
     ("start", "<f8"),
     ("bytes", "<f8"),

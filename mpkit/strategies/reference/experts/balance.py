@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["auxiliary_loss", "drop_beyond_capacity", "move_bias", "route_with_bias"]
-
 
 def auxiliary_loss(p: Tensor, chosen: Tensor) -> Tensor:
     """Return the loss to add, times a small factor. p: (T, E), of the router; chosen: (T, k)."""

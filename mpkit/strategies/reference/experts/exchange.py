@@ -16,8 +16,6 @@ from torch import Tensor
 
 import mpkit as mk
 
-__all__ = ["exchange"]
-
 
 class _Exchange(torch.autograd.Function):
     @staticmethod

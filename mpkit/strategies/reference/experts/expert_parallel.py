@@ -23,8 +23,6 @@ import mpkit as mk
 from mpkit.strategies.reference.experts.exchange import exchange
 from mpkit.strategies.reference.experts.mixture_of_experts import combine, experts, permute, route
 
-__all__ = ["expert_parallel", "visit_experts"]
-
 
 def expert_parallel(ctx: mk.Context, x: Tensor, W: Tensor, A: Tensor, B: Tensor, k: int) -> Tensor:
     """Return the layer's output (T, h) of this rank's tokens. A: (E/n, h, f), B: (E/n, f, h), this rank's experts."""

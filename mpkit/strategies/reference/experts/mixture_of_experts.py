@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["combine", "experts", "mixture_of_experts", "permute", "route"]
-
 
 def route(x: Tensor, W: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return each token's experts and their weights, (T, k) each. x: (T, h), W: (h, E)."""

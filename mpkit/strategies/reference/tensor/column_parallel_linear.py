@@ -18,8 +18,6 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.strategies.reference.tensor.conjugates import f
 
-__all__ = ["column_parallel_linear"]
-
 
 def column_parallel_linear(ctx: mk.Context, X: Tensor, A_i: Tensor, group: Any = None) -> Tensor:
     """Return Y_i = X A_i.

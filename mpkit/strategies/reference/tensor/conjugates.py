@@ -20,8 +20,6 @@ from torch import Tensor
 
 import mpkit as mk
 
-__all__ = ["f", "f_bar", "g", "g_bar"]
-
 
 class _Conjugate(torch.autograd.Function):
     @staticmethod

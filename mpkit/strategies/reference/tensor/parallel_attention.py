@@ -18,8 +18,6 @@ import mpkit as mk
 from mpkit.strategies.reference.tensor.column_parallel_linear import column_parallel_linear
 from mpkit.strategies.reference.tensor.row_parallel_linear import row_parallel_linear
 
-__all__ = ["parallel_attention"]
-
 
 def parallel_attention(ctx: mk.Context, X: Tensor, W_i: Tensor, B_i: Tensor, heads: int) -> Tensor:
     """Return Z, of causal attention.

@@ -17,8 +17,6 @@ import mpkit as mk
 from mpkit.strategies.reference.tensor.column_parallel_linear import column_parallel_linear
 from mpkit.strategies.reference.tensor.row_parallel_linear import row_parallel_linear
 
-__all__ = ["parallel_mlp"]
-
 
 def parallel_mlp(ctx: mk.Context, X: Tensor, A_i: Tensor, B_i: Tensor, group: Any = None) -> Tensor:
     """Return Z.

@@ -15,8 +15,6 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.strategies.reference.tensor.conjugates import g
 
-__all__ = ["row_parallel_linear"]
-
 
 def row_parallel_linear(ctx: mk.Context, X_i: Tensor, A_i: Tensor, group: Any = None) -> Tensor:
     """Return Y = X A, whole on every rank.

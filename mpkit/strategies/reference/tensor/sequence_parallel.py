@@ -19,8 +19,6 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.strategies.reference.tensor.conjugates import f_bar, g_bar
 
-__all__ = ["sequence_parallel_mlp"]
-
 
 def sequence_parallel_mlp(ctx: mk.Context, X_i: Tensor, A_i: Tensor, B_i: Tensor) -> Tensor:
     """Return this rank's tokens of X + MLP(LayerNorm(X)).

@@ -21,8 +21,6 @@ from torch import Tensor
 
 import mpkit as mk
 
-__all__ = ["vocabulary_cross_entropy"]
-
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
