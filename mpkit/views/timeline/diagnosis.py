@@ -13,8 +13,14 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
-from mpkit.views.drawing.outlines import merge_outlines
-from mpkit.views.timeline.critical_path import PARTS, critical_svg, critical_text, outline_span, page
+from mpkit.views.timeline.critical_path import (
+    PARTS,
+    critical_svg,
+    critical_text,
+    merge_outlines,
+    outline_span,
+    page,
+)
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import Plot, svg
 
