@@ -39,7 +39,7 @@ def ulysses_attention(
 ) -> Tensor:
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
-    >>> import mpkit as mk
+    >>> import torch, mpkit as mk
     >>> q, k, v = (torch.randn(1, 4, 6, 4, dtype=torch.float64) for _ in range(3))
     >>> def part(ctx):
     ...     mine = (x.chunk(2, dim=2)[ctx.rank] for x in (q, k, v))

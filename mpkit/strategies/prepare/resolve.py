@@ -61,20 +61,7 @@ def resolve(
         shapes |= one_of_each_shape(sizes, plan.microbatches, 1)
 
     # ---- local
-    def copy_for(place: int) -> LocalCopy:
-        """Return the model as the rank at this place along tp holds it, at place 0 along cp and ep."""
-        groups = {axis: FakeGroup(plan.mesh.degree(axis)) for axis in ("cp", "ep")}
-        groups["tp"] = FakeGroup(plan.tp, place)
-        local, sharded = model, ShardedModel()
-        if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
-            # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
-            local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-            sharded = localize(local, plan, schedule, groups.__getitem__)
-        cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-        attention = attention_over(plan, groups.__getitem__, sharded.draws)
-        return LocalCopy(local, sharded, cut, attention, groups["tp"])
-
-    copies = _copies_along(plan.tp, copy_for)
+    copies = _copies_along(plan.tp, partial(_local_copy, model, plan, schedule))
     # ---- observation
     sends_of_loss = _LossSends(loss, copies[0])
     numbers = [
@@ -142,6 +129,20 @@ class LocalCopy:
         """
         for name in self.sharded.shards:
             self.model.get_parameter(name).data = torch.empty(0)
+
+
+def _local_copy(model: nn.Module, plan: Plan, schedule: Schedule, place: int) -> LocalCopy:
+    """Return the model as the rank at this place along tp holds it, at place 0 along cp and ep."""
+    groups = {axis: FakeGroup(plan.mesh.degree(axis)) for axis in ("cp", "ep")}
+    groups["tp"] = FakeGroup(plan.tp, place)
+    local, sharded = model, ShardedModel()
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
+        # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
+        local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+        sharded = localize(local, plan, schedule, groups.__getitem__)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+    attention = attention_over(plan, groups.__getitem__, sharded.draws)
+    return LocalCopy(local, sharded, cut, attention, groups["tp"])
 
 
 def _copies_along(tp: int, copy_for: Callable[[int], LocalCopy]) -> list[LocalCopy]:
