@@ -194,8 +194,10 @@ class Dashboard:
     # ---- showing ------------------------------------------------------------------------------------------
 
     def withdraw(self) -> None:
-        """Take the dashboard away: its run was rejected before it began."""
-        self.widget.close()
+        """Take the dashboard out of the output: its run was rejected before it began.
+
+        The widgets are not closed, since a front end that is just drawing them would report an error.
+        """
         if self._handle is not None:
             self._handle.update({"text/plain": ""}, raw=True)
 
