@@ -58,8 +58,9 @@ def read_rank(folder: Path, number: int) -> RankTrace:
     Raises:
         TraceError: a file is of another version, or is not what a rank wrote.
     """
-    sent, *_ = _read_records(folder / f"rank{number}.sent", "sent", SENT_PART)
     ops, state, check = _read_records(folder / f"rank{number}.ops", "ops", OP)
+    # After the ops: a live replay would take an all-to-all whose parts it does not know for one of equal parts.
+    sent, *_ = _read_records(folder / f"rank{number}.sent", "sent", SENT_PART)
     memory, *_ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
     values, *_ = _read_records(folder / f"rank{number}.log", "log", VALUE)
     samples, *_ = _read_records(folder / f"rank{number}.gpu", "gpu", SAMPLE)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.errors import TraceError
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, RankTrace, Trace, lane_of
+from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, RankTrace, Trace, files, lane_of, read_rank
 from mpkit.trace.record.recorder import Recorder
 from mpkit.views.timeline.svg import svg
 
@@ -147,6 +147,20 @@ def test_a_ranks_file_cut_anywhere_gives_the_whole_records(tmp_path: Path) -> No
             else:
                 assert rank.names == whole.ranks[0].names[: max(1, content[part][:length].count(b"\n"))]
                 assert {rank.name(int(op["name"])) for op in rank.ops} <= {*whole.ranks[0].names, "?"}
+
+
+def test_an_all_to_all_is_read_with_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a reader that the rank overtakes between two of its files."""
+    recorder, read = Recorder(tmp_path, rank=0), files._read_records
+
+    def read_while_it_records(*which: Any) -> Any:
+        recorder.note_parts(recorder.begin(Kind.ALL_TO_ALL, group="0,1"), [8, 16])
+        return read(*which)
+
+    monkeypatch.setattr(files, "_read_records", read_while_it_records)
+    rank = read_rank(tmp_path, 0)
+    recorder.close("finished")
+    assert len(rank.ops) and set(rank.sent_parts["op"].tolist()) == set(range(len(rank.ops)))
 
 
 def test_losses_come_from_whoever_knows_them(tmp_path: Path) -> None:
