@@ -143,9 +143,19 @@ def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
 # ---- The same in a notebook, for two schedules: mk.explore.
 
 OPEN = """async (state) => {
-  const { default: explorer } = await import(URL.createObjectURL(new Blob([state.esm], { type: 'text/javascript' })));
-  await explorer().render({ model: { get: (name) => state[name] }, el: document.body });
+  const { default: explorer } = await import(URL.createObjectURL(new Blob([state._esm], { type: 'text/javascript' })));
+  const el = document.body.appendChild(document.createElement('div'));
+  await explorer().render({ model: { get: (name) => state[name] }, el });
 }"""
+
+
+STATES = "[...document.querySelectorAll('.mpkit-timeline')].map(({ panel }) => panel.state)"
+
+
+def show(page: Page, shown: Any) -> None:
+    """Show a widget of mk.explore below what is there."""
+    state = {name: getattr(shown, name) for name in ("_esm", "sections", "data", "look")}
+    page.evaluate(OPEN, state)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (400, "dark")])
@@ -159,22 +169,52 @@ def test_sliders_of_the_explorer_move_both_sides_on_one_axis(
     head = "<html lang=en><title>-</title><meta name=color-scheme content='light dark'>"
     page.set_content(f"<!doctype html>{head}<body style='background:Canvas'>")
     page.add_style_tag(content=css())
-    page.evaluate(
-        OPEN, {"esm": shown._esm, **{name: getattr(shown, name) for name in ("sections", "data", "look")}}
-    )
-    states = "[...document.querySelectorAll('.mpkit-timeline')].map(({ panel }) => panel.state)"
-    assert [state["step_time"] for state in page.evaluate(states)] == [33.0, 27.0]
-    page.locator("#explore1-microbatches").fill("16")
-    expect(page.locator("#explore0-microbatches")).to_have_value("16")
-    found = page.evaluate(states)
+    show(page, shown)
+    assert [state["step_time"] for state in page.evaluate(STATES)] == [33.0, 27.0]
+    page.locator("[name=microbatches] >> nth=1").fill("16")
+    expect(page.locator("[name=microbatches] >> nth=0")).to_have_value("16")
+    found = page.evaluate(STATES)
     assert [state["step_time"] for state in found] == [57.0, 51.0] and {state["room"] for state in found} == {
         57.0
     }
     # A schedule of one's own begins with what was there, and says what is wrong with it.
-    page.locator("#explore0-schedule").select_option("own")
-    expect(page.locator("#explore0-own")).to_have_value(re.compile("^F0 F1 "))
-    page.locator("#explore0-own").fill("F0 B0\nB0 F0")
+    page.locator("[name=schedule] >> nth=0").select_option("own")
+    expect(page.locator("[name=own] >> nth=0")).to_have_value(re.compile("^F0 F1 "))
+    page.locator("[name=own] >> nth=0").fill("F0 B0\nB0 F0")
     expect(page.locator(".mpkit-wrong").first).to_contain_text("wait for each other")
     violations = Axe().run(page).response["violations"]
     assert [each["id"] for each in violations if each["impact"] in ("serious", "critical")] == []
     screenshot(page, f"explorer-{width}-{scheme}")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"forward": 0.012, "input_grad": 0.01, "weight_grad": 0.0123},  # between the sliders' steps
+        {"input_grad": 10, "weight_grad": 10},  # beyond their ends
+        {"input_grad": 1.05, "hop": 0.333},  # a whole backward is longer by half of its slider's step
+    ],
+)
+def test_the_explorer_plays_and_shows_the_times_that_it_was_given(
+    new_page: NewPage, setting: dict[str, float]
+) -> None:
+    page, shown = new_page(), mk.explore("gpipe", **setting)
+    show(page, shown)
+    (state,) = page.evaluate(STATES)
+    assert state["step_time"] == pytest.approx(simulated("gpipe", setting).step_time)
+    backward = page.locator("[name=backward]").input_value()
+    assert float(backward) == pytest.approx(setting["input_grad"] + setting.get("weight_grad", 1))
+
+
+def test_rows_of_the_explorer_can_be_one_and_none_and_labels_find_their_own_controls(
+    new_page: NewPage,
+) -> None:
+    page = new_page()
+    for _ in range(2):
+        show(page, mk.explore("F0 B0"))
+    assert [state["step_time"] for state in page.evaluate(STATES)] == [3.0, 3.0]
+    page.get_by_text("schedule", exact=True).nth(1).click()
+    expect(page.locator("[name=schedule]").nth(1)).to_be_focused()
+    page.locator("[name=own]").first.fill("")
+    expect(page.locator(".mpkit-wrong").first).to_contain_text("There are 0 lines: write one for each rank")
+    expect(page.locator("[name=own]").first).to_have_value("")

@@ -188,6 +188,7 @@ def test_the_explorer_begins_as_asked_and_tells_where_no_script_runs_what_it_sho
 @pytest.mark.parametrize(
     ("schedules", "setting", "says"),
     [
+        (("gpipe",), {"forward": "1"}, "forward='1': a time is a number of seconds"),
         (("gpipe",), {"ranks": 12}, r"the slider reaches 2 to 8; mk\.simulate"),
         (("gpip",), {}, "nearest is .*'gpipe'"),
         (("F0 F1 B0 B1\nB0 F0 F1 B1",), {}, "1B0 comes before 1F0"),

@@ -13,7 +13,7 @@ function ownText(text) {
 /** The same as `readSchedule` takes it; throws an Error that says what is wrong. */
 function readOwn(text) {
   const lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
-  if (lines.length < 2 || lines.length > 32) throw new Error(`There are ${lines.length} lines: write one for each rank, 2 to 32 of them.`);
+  if (!lines.length || lines.length > 32) throw new Error(`There are ${lines.length} lines: write one for each rank, 1 to 32 of them.`);
   const written = lines.map((line, rank) => line.split(/\s+/).map((word) => {
     const found = word.match(ACTION);
     if (!found) throw new Error(`Rank ${rank}: "${word}" is no action. Write F0 for the forward of micro-batch 0, B0 for its backward, or I0 and W0 for its halves.`);

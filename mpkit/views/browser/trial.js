@@ -28,6 +28,7 @@ class Trial {
       const control = this.section.querySelector(`[name="${CSS.escape(name)}"]`);
       if (control) control.value = value;
     }
+    if (!this.control("schedule").value) this.control("schedule").selectedIndex = 0; // no schedule has that name
     this.section.scrollIntoView();
   }
 
@@ -45,18 +46,17 @@ class Trial {
     return Number(this.control(name).value);
   }
 
-  /** A control was moved: a whole backward is as long as its halves, and sets both. */
+  /** A control was moved: a whole backward sets both of its halves, and is as long as they are. */
   changed(name) {
     if (name === "backward") {
       for (const half of ["input_grad", "weight_grad"]) this.control(half).value = this.value("backward") / 2;
-    } else {
-      this.control("backward").value = this.value("input_grad") + this.value("weight_grad");
     }
+    this.control("backward").value = this.value("input_grad") + this.value("weight_grad");
     const chosen = this.control("schedule").value;
     const own = chosen === "own";
     const text = own ? "" : this.data.schedules[chosen][`${this.value("ranks")} ${this.value("microbatches")}`];
     const written = this.control("own");
-    if (own && !written.value) written.value = ownText(this.text); // the reader begins with what was there
+    if (own && name === "schedule") written.value = ownText(this.text); // the reader begins with what was there
     if (!own) written.value = "";
     this.text = text || this.text;
     written.closest(".mpkit-control").hidden = !own;
@@ -73,7 +73,7 @@ class Trial {
     for (const each of this.section.querySelectorAll("input[type=range]")) {
       const [number, unit] = [Number(each.value), each.dataset.unit ?? ""];
       each.closest(".mpkit-control").hidden = !(shown[each.name] ?? true);
-      each.closest(".mpkit-control").querySelector("output").textContent = unit ? `${number.toFixed(2)} s` : String(number);
+      each.closest(".mpkit-control").querySelector("output").textContent = unit ? seconds(number) : String(number);
       each.setAttribute("aria-valuetext", unit ? `${number} ${unit}` : String(number));
     }
     this.section.querySelector(".words").textContent = this.data.words[chosen] ?? "Your own schedule: a line per rank, played as it stands.";

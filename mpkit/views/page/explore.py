@@ -47,7 +47,7 @@ def explore(*schedules: str, **setting: float) -> Any:
     for name, within in (("ranks", RANKS), ("microbatches", MICROBATCHES)):
         if setting.get(name, within[0]) not in within:
             raise ValueError(
-                f"explore({name}={setting[name]}): the slider reaches {within[0]} to {within[-1]}; "
+                f"explore({name}={setting[name]!r}): the slider reaches {within[0]} to {within[-1]}; "
                 "mk.simulate(mk.Plan(pp=..., schedule=..., microbatches=...)) has no such limits"
             )
     chosen = schedules or (ONE_F_ONE_B, ZB_H1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from mpkit.common.display import image
 from mpkit.common.missing_packages import needs_notebook
@@ -40,7 +41,8 @@ class Explorer(anywidget.AnyWidget):
     look = traitlets.Dict().tag(sync=True)
 
     def __init__(self, schedules: Sequence[str], setting: Mapping[str, float], still: Comparison) -> None:
-        sections = [controls(f"explore{i}", name, setting) for i, name in enumerate(schedules)]
+        place = f"explore-{uuid4().hex}"  # a notebook may show several: labels find their controls by ids
+        sections = [controls(f"{place}-{i}", name, setting) for i, name in enumerate(schedules)]
         super().__init__(sections=sections, data=pack_schedules(), look=look())
         self.still = still
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mpkit.common.safe_text import escape
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
-from mpkit.timeline.simulation import simulate
+from mpkit.timeline.simulation import simulate, time_of
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import Key
@@ -92,10 +92,9 @@ def controls(place: str, schedule: str, setting: Mapping[str, float], still: str
         f'<option value="{name}"{chosen.get(name, "")}>{escape(title(name))}</option>' for name in SCHEDULES
     )
     options += f'<option value="own"{chosen.get("own", "")}>your own, to write</option>'
-    sliders = (
-        _slider(place, name, each._replace(value=setting.get(name, each.value)))
-        for name, each in SLIDERS.items()
-    )
+    at = {name: setting.get(name, each.value) for name, each in SLIDERS.items()}
+    at["backward"] = at["input_grad"] + at["weight_grad"]
+    sliders = (_slider(place, name, each._replace(value=at[name])) for name, each in SLIDERS.items())
     words = SCHEDULES[schedule].words if named else ""
     return (
         '<div class="mpkit-controls" role="group" aria-label="settings of the schedule" hidden>'
@@ -124,7 +123,10 @@ def simulated(schedule: str, setting: Mapping[str, float]) -> Timeline:
         Plan.from_schedule(schedule) if rows else plan_of(schedule, int(at["ranks"]), int(at["microbatches"]))
     )
     v = plan.stages / plan.pp
-    return simulate(plan, at["forward"] / v, at["input_grad"] / v, at["weight_grad"] / v, hop=at["hop"])
+    forward, input_grad, weight_grad = (
+        time_of(name, at[name]) / v for name in ("forward", "input_grad", "weight_grad")
+    )
+    return simulate(plan, forward, input_grad, weight_grad, hop=at["hop"])
 
 
 def plan_of(name: str, p: int, m: int) -> Plan:
@@ -168,7 +170,12 @@ def pack_schedules() -> str:
 
 def _slider(place: str, name: str, slider: Slider) -> str:
     most = max(slider.most, slider.value)
-    at = f'id="{place}-{name}" name="{name}" min="{slider.least}" max="{most}" step="{slider.step}"'
+    steps = slider.value / slider.step
+    between = (
+        name == "backward" or abs(steps - round(steps)) > 1e-9
+    )  # a browser would round what is between steps
+    step = "any" if between else slider.step
+    at = f'id="{place}-{name}" name="{name}" min="{slider.least}" max="{most}" step="{step}"'
     unit = f' data-unit="{slider.unit}"' if slider.unit else ""
     return (
         f'<div class="mpkit-control"><label for="{place}-{name}">{slider.label}</label>'
