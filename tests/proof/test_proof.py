@@ -87,6 +87,22 @@ def test_which_steps(clusters: Clusters, tmp_path: Any) -> None:
             train(clusters, Net(), mk.Plan.ddp(2), verify=wrong)
 
 
+class TwoVectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.shifts = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales.sum() + x.square() * self.shifts.sum()
+
+
+def test_a_number_among_the_states_is_not_an_element(clusters: Clusters) -> None:
+    """Rank 1 updates one element of `scales`, and NAdam keeps one number for it, mu_product."""
+    plan = mk.Plan.zero(1, 2)
+    run = train(clusters, TwoVectors(), plan, verify=(1, 4), optimizer=torch.optim.NAdam).wait()
+    assert run.proof.steps == (1, 4), run.proof
+
+
 def test_a_loss_that_ceases_to_be_finite_is_said_with_the_step_to_compare(clusters: Clusters) -> None:
     data = batches(4)
     data[2] = (data[2][0] * torch.nan, data[2][1])

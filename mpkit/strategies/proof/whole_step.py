@@ -116,9 +116,11 @@ def assemble_step(paths: list[Path], trained: Collection[str]) -> WholeStep:
     for file in files:
         for name, piece, of_piece in file["pieces"]:
             for key, state in (of_piece or {}).items():
+                # A number, such as NAdam's mu_product, has no dimension, however few elements the rank updates.
                 divided = (
                     isinstance(state, Tensor) and state.numel() == piece.tensor.numel() and key != "step"
                 )
+                divided = divided and (state.dim() > 0 or not piece.whole)
                 value = piece._replace(tensor=state.reshape(-1)) if divided else state
                 states.setdefault(name, {}).setdefault(key, []).append(value)
         values, others = file["remembered"]
