@@ -170,9 +170,11 @@ def test_mistakes_teach(cluster: mk.Cluster) -> None:
         ctx.comm.all_reduce(torch.ones(1), group=ctx.comm.group([0, 1]))
 
     with pytest.raises(
-        mk.RankFailed, match=r"pair = ctx.comm.group\(\[0, 1\]\), and pair.all_reduce\(tensor\)"
+        mk.RankFailed, match=r"pair = ctx.comm.group\(\[0, 1\]\), and pair.all_reduce\(\.\.\.\)"
     ):
         cluster.run(in_a_group)
+    with pytest.raises(mk.RankFailed, match=r"barrier\(\) takes 1 positional argument but 2 were given$"):
+        cluster.run(lambda ctx: ctx.comm.barrier(torch.ones(1)))
 
 
 def exchange_rows(ctx, group, numbers):  # type: ignore[no-untyped-def]

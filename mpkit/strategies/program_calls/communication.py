@@ -324,10 +324,12 @@ class ComparedFunction:
                 return self.function(context, *args)
         except TypeError as error:
             if call := re.match(
-                r"Communicator\.(\w+)\(\) (takes|got an unexpected keyword argument 'group')", str(error)
+                r"Communicator\.(\w+)\(\) (got an unexpected keyword argument 'group'"
+                r"|(?<!barrier\(\) )(?<!send\(\) )(?<!recv\(\) )(?<!group\(\) )takes)",
+                str(error),
             ):
                 error.args = (
                     f"{error}. A collective is among the ranks of the communicator that is called: "
-                    f"pair = ctx.comm.group([0, 1]), and pair.{call[1]}(tensor) on its ranks",
+                    f"pair = ctx.comm.group([0, 1]), and pair.{call[1]}(...) on its ranks",
                 )
             raise
