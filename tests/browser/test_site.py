@@ -218,3 +218,13 @@ def test_rows_of_the_explorer_can_be_one_and_none_and_labels_find_their_own_cont
     page.locator("[name=own]").first.fill("")
     expect(page.locator(".mpkit-wrong").first).to_contain_text("There are 0 lines: write one for each rank")
     expect(page.locator("[name=own]").first).to_have_value("")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_can_be_where_a_reader_begins_to_write(new_page: NewPage, name: str) -> None:
+    page = new_page()
+    show(page, mk.explore(name))
+    before = page.evaluate(STATES)[0]["step_time"]
+    page.locator("[name=schedule]").select_option("own")
+    expect(page.locator(".mpkit-wrong")).to_have_text("")
+    assert page.evaluate(STATES)[0]["step_time"] == before
