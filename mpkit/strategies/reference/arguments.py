@@ -28,5 +28,7 @@ def share_of(ctx: mk.Context, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
 
 
 def shard_of(ctx: mk.Context, tensor: Tensor) -> Tensor:
-    """Return this rank's n-th of the elements of a tensor, flat; n divides their number. It is a view."""
+    """Return this rank's n-th of the elements of a tensor, flat; n divides their
+    number. It is a view.
+    """
     return tensor.detach().view(-1).chunk(ctx.world_size)[ctx.rank]

@@ -1,4 +1,5 @@
-"""Bucketed DDP: gradients are averaged in buckets, each as soon as it is full, while the backward goes on.
+"""Bucketed DDP: gradients are averaged in buckets, each as soon as it is full, while
+the backward goes on.
 
     forward
     backward      a bucket whose gradients have all been made: start its all-reduce
@@ -22,10 +23,12 @@ from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer, share
 
 
 def train(
-    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer,
-    buckets: list[list[nn.Parameter]],
+    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss,
+    optimizer: Optimizer, buckets: list[list[nn.Parameter]],
 ) -> list[float]:  # fmt: skip
-    """Return the loss of this rank's samples at each step; `buckets` has the parameters of each, last ones first."""
+    """Return the loss of this rank's samples at each step; `buckets` has the
+    parameters of each, last ones first.
+    """
     update, losses = optimizer(model.parameters()), []
     ready: list[int] = [0] * len(buckets)
     under_way: list[tuple[int, Any]] = []
@@ -34,7 +37,8 @@ def train(
         ready[k] += 1
         if ready[k] == len(buckets[k]):
             gradients = torch.cat([parameter.grad.view(-1) for parameter in buckets[k]])
-            under_way.append((k, ctx.comm.all_reduce(gradients, op="mean", async_op=True)))
+            work = ctx.comm.all_reduce(gradients, op="mean", async_op=True)
+            under_way.append((k, work))
             ready[k] = 0
 
     for k, bucket in enumerate(buckets):
@@ -49,7 +53,8 @@ def train(
         # ---- wait
         while under_way:
             k, work = under_way.pop(0)
-            vector_to_parameters(work.wait(), [parameter.grad for parameter in buckets[k]])
+            gradients = [parameter.grad for parameter in buckets[k]]
+            vector_to_parameters(work.wait(), gradients)
         # ---- update
         update.step()
         update.zero_grad()

@@ -1,4 +1,5 @@
-"""DP: rank 0 holds the model, the batch and the optimizer, and lends them out for every batch, in five exchanges.
+"""DP: rank 0 holds the model, the batch and the optimizer, and lends them out for every
+batch, in five exchanges.
 
     1 scatter      the inputs, n equal parts
     2 broadcast    the parameters; every rank computes the outputs of its part
@@ -6,7 +7,8 @@
     4 scatter      the gradient of the outputs; every rank computes its backward
     5 reduce       the gradients, summed on rank 0, which updates
 
-Source: Li et al., "PyTorch Distributed", VLDB 2020, section 2.2; the documentation of torch.nn.DataParallel.
+Source: Li et al., "PyTorch Distributed", VLDB 2020, section 2.2; the
+documentation of torch.nn.DataParallel.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer
 
 
 def train(
-    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer
-) -> list[float]:
-    """Return the loss of each step, on rank 0. Arguments: see `mpkit.strategies.reference.arguments`."""
+    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss,
+    optimizer: Optimizer,
+) -> list[float]:  # fmt: skip
+    """Return the loss of each step, on rank 0.
+    Arguments: see `mpkit.strategies.reference.arguments`.
+    """
     update, losses = optimizer(model.parameters()), []
     for inputs, targets in batches:
         # ---- 1 scatter
@@ -32,7 +37,8 @@ def train(
         y = model(x)
         # ---- 3 gather
         outputs = ctx.comm.gather(y.detach())
-        gradient, value = torch.empty(len(inputs), *y.shape[1:], dtype=y.dtype), torch.zeros(())
+        gradient = torch.empty(len(inputs), *y.shape[1:], dtype=y.dtype)
+        value = torch.zeros(())
         if ctx.rank == 0:
             value = loss(outputs.requires_grad_(), targets)
             (gradient,) = torch.autograd.grad(value, outputs)

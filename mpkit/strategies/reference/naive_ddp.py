@@ -1,10 +1,13 @@
-"""Naive DDP: every rank holds the model, computes its share of a batch, and averages the gradients one by one.
+"""Naive DDP: every rank holds the model, computes its share of a batch, and averages
+the gradients one by one.
 
     forward, backward    of b / n samples
-    all-reduce           the gradient of each parameter, after the backward: many small messages
+    all-reduce           the gradient of each parameter, after the backward:
+                         many small messages
     update               the same on every rank, so that the models stay equal
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.1.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020, section 3.2.1.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer, share
 
 
 def train(
-    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer
-) -> list[float]:
-    """Return the loss of this rank's samples at each step. Arguments: see `mpkit.strategies.reference.arguments`."""
+    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss,
+    optimizer: Optimizer,
+) -> list[float]:  # fmt: skip
+    """Return the loss of this rank's samples at each step.
+    Arguments: see `mpkit.strategies.reference.arguments`.
+    """
     update, losses = optimizer(model.parameters()), []
     for batch in batches:
         # ---- forward, backward

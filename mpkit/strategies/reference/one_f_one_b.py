@@ -1,13 +1,15 @@
-"""1F1B: one forward, one backward, so that a rank holds at most p micro-batches and not all m.
+"""1F1B: one forward, one backward, so that a rank holds at most p micro-batches and
+not all m.
 
     warm-up      rank s computes its first min(m, p - 1 - s) forwards
     steady       one forward, then one backward, while there are forwards
     cool-down    the backwards that are left
 
-The bubble is that of GPipe, (p - 1) / (m + p - 1); rank s holds at most p - s micro-batches.
+The bubble is that of GPipe, (p - 1) / (m + p - 1); rank s holds at most
+p - s micro-batches.
 
-Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-section 2.2.1 and figure 4.
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", SC 2021, section 2.2.1 and figure 4.
 """
 
 from __future__ import annotations

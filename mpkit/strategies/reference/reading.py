@@ -9,16 +9,19 @@ from mpkit.common.tracebacks import public
 
 SOURCES = {
     "serial": "serial",
-    "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b", "stage": "stage",
+    "naive": "naive_model_parallelism", "gpipe": "gpipe", "1f1b": "one_f_one_b",
+    "stage": "stage",
     "dp": "dp", "naive-ddp": "naive_ddp", "ddp": "bucketed_ddp",
     "zero-1": "zero1", "zero-2": "zero2", "zero-3": "zero3", "hsdp": "hybrid_shards",
     "f-and-g": "tensor/conjugates", "column-parallel": "tensor/column_parallel_linear",
     "row-parallel": "tensor/row_parallel_linear",
-    "parallel-mlp": "tensor/parallel_mlp", "parallel-attention": "tensor/parallel_attention",
+    "parallel-mlp": "tensor/parallel_mlp",
+    "parallel-attention": "tensor/parallel_attention",
     "vocabulary-cross-entropy": "tensor/vocabulary_cross_entropy",
-    "sequence-parallel": "tensor/sequence_parallel", "ring-attention": "ring_attention", "ulysses": "ulysses",
-    "moe": "experts/mixture_of_experts", "ep": "experts/expert_parallel", "moe-balance": "experts/balance",
-    "moe-exchange": "experts/exchange",
+    "sequence-parallel": "tensor/sequence_parallel",
+    "ring-attention": "ring_attention", "ulysses": "ulysses",
+    "moe": "experts/mixture_of_experts", "ep": "experts/expert_parallel",
+    "moe-balance": "experts/balance", "moe-exchange": "experts/exchange",
     "2d": "two_dimensions",
 }  # fmt: skip
 """The module of `mpkit.strategies.reference` by the name of the strategy."""
@@ -48,15 +51,14 @@ def source(name: str) -> PythonSource:
         return g(ctx, partial, group)
     """
     wanted = str(name).lower().replace("_", "-")
-    module = SOURCES.get(wanted) or next(
-        (m for m in SOURCES.values() if m.rpartition("/")[2].replace("_", "-") == wanted), None
-    )
+    by_module = {m.rpartition("/")[2].replace("_", "-"): m for m in SOURCES.values()}
+    module = SOURCES.get(wanted) or by_module.get(wanted)
     if module is None:
         near = get_close_matches(wanted, SOURCES, n=1, cutoff=0.4)
         meant = f" Is mk.source({near[0]!r}) meant?" if near else ""
         raise ValueError(
-            f"mk.source({name!r}): there is no reference of this name.{meant} There are: {', '.join(SOURCES)}."
+            f"mk.source({name!r}): there is no reference of this name.{meant} "
+            f"There are: {', '.join(SOURCES)}."
         )
-    return PythonSource(
-        files("mpkit.strategies.reference").joinpath(f"{module}.py").read_text(encoding="utf-8")
-    )
+    path = files("mpkit.strategies.reference").joinpath(f"{module}.py")
+    return PythonSource(path.read_text(encoding="utf-8"))

@@ -1,14 +1,18 @@
-"""Ring attention: each of c ranks has s / c tokens; keys and values go round, and softmax is put together on the way.
+"""Ring attention: each of c ranks has s / c tokens; keys and values go round, and
+softmax is put together on the way.
 
     begin      nothing seen yet: maximum m = -inf, normalizer l = 0, output o = 0
-    attend     c times, to the block of keys and values that is here; then pass it on to the next rank:
-                   m' = max(m, max_j q k_j)         l' = e^(m - m') l + sum_j e^(q k_j - m')
-                                                    o' = e^(m - m') o + sum_j e^(q k_j - m') v_j
+    attend     c times, to the block of keys and values that is here; then pass it on to
+               the next rank:
+                   m' = max(m, max_j q k_j)
+                   l' = e^(m - m') l + sum_j e^(q k_j - m')
+                   o' = e^(m - m') o + sum_j e^(q k_j - m') v_j
     end        o / l
 
 In the backward the gradients of the blocks go round the other way.
 
-Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", ICLR 2024, section 3.
+Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite
+Context", ICLR 2024, section 3.
 """
 
 from __future__ import annotations
@@ -40,15 +44,19 @@ def _shift(ctx: mk.Context, block: Tensor, by: int) -> Tensor:
 
 
 def ring_attention(ctx: mk.Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return this rank's rows of causal softmax(q k^T / sqrt(d)) v. q, k, v: (b, a, s / c, d), its tokens' own."""
+    """Return this rank's rows of causal softmax(q k^T / sqrt(d)) v.
+    q, k, v: (b, a, s / c, d), its tokens' own.
+    """
     n, c = q.shape[-2], ctx.world_size
     rows, block = ctx.rank * n + torch.arange(n), torch.stack([k, v])
     # ---- begin
-    m, l, o = q.new_full((*q.shape[:-1], 1), -torch.inf), q.new_zeros(*q.shape[:-1], 1), torch.zeros_like(q)
+    m = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    l, o = q.new_zeros(*q.shape[:-1], 1), torch.zeros_like(q)
     for hop in range(c):
         # ---- attend
         columns = (ctx.rank - hop) % c * n + torch.arange(n)
-        scores = (q @ block[0].mT / q.shape[-1] ** 0.5).masked_fill(columns > rows[:, None], -torch.inf)
+        scores = q @ block[0].mT / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(columns > rows[:, None], -torch.inf)
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True)).detach()
         p, kept = (scores - m_new).exp(), (m - m_new).exp()
         m, l, o = m_new, kept * l + p.sum(-1, keepdim=True), kept * o + p @ block[1]

@@ -1,13 +1,18 @@
-"""A stage of a pipeline, on one rank, and the training loop: what every pipeline schedule shares.
+"""A stage of a pipeline, on one rank, and the training loop: what every
+pipeline schedule shares.
 
-    F_i       receive micro-batch i from rank s - 1, compute the stage, send the activations to rank s + 1
-    B_i       receive the gradient of these activations, compute the backward, send the gradient of the input
+    F_i       receive micro-batch i from rank s - 1, compute the stage, send the
+              activations to rank s + 1
+    B_i       receive the gradient of these activations, compute the backward, send the
+              gradient of the input
     update    once per step, each rank its own stage
 
-A schedule is the order in which a rank calls `forward(i)` and `backward(i)`: `naive_model_parallelism`, `gpipe` or
-`one_f_one_b`. Sends do not block, so ranks whose orders fit together cannot deadlock.
+A schedule is the order in which a rank calls `forward(i)` and `backward(i)`:
+`naive_model_parallelism`, `gpipe` or `one_f_one_b`. Sends do not block, so ranks whose
+orders fit together cannot deadlock.
 
-Source: Huang et al., "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism", NeurIPS 2019, section 2.2.
+Source: Huang et al., "GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism",
+NeurIPS 2019, section 2.2.
 """
 
 from __future__ import annotations
@@ -29,10 +34,13 @@ class Stage:
         ctx: of this rank.
         module: the layers of the stage.
         loss: the mean over samples, of (outputs, targets); called on the last rank.
-        boundary: the shape of one micro-batch's activations between two stages, the same everywhere.
+        boundary: the shape of one micro-batch's activations between two stages,
+            the same everywhere.
     """
 
-    def __init__(self, ctx: mk.Context, module: nn.Module, loss: Loss, boundary: Sequence[int]) -> None:
+    def __init__(
+        self, ctx: mk.Context, module: nn.Module, loss: Loss, boundary: Sequence[int]
+    ) -> None:
         self.ctx, self.module, self.loss, self.boundary = ctx, module, loss, boundary
         self.before, self.after = ctx.rank - 1, ctx.rank + 1
         self.is_first, self.is_last = ctx.rank == 0, ctx.rank == ctx.world_size - 1
@@ -47,7 +55,10 @@ class Stage:
 
     def forward(self, i: int) -> None:
         """Compute F_i. Its activations are kept until B_i."""
-        x = self.inputs[i] if self.is_first else self._receive(self.before, f"F{i}").requires_grad_()
+        if self.is_first:
+            x = self.inputs[i]
+        else:
+            x = self._receive(self.before, f"F{i}").requires_grad_()
         y = self.module(x)
         if self.is_last:
             y = self.loss(y, self.targets[i]) / self.m
@@ -64,7 +75,9 @@ class Stage:
             self.sends.append(self.ctx.comm.isend(x.grad, self.before, f"B{i}"))
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> float:
-        """Update the stage. Return the loss of the batch on the last rank, 0 on the others."""
+        """Update the stage.
+        Return the loss of the batch on the last rank, 0 on the others.
+        """
         for send in self.sends:
             send.wait()
         optimizer.step()
@@ -72,19 +85,20 @@ class Stage:
         return float(self.mean)
 
     def _receive(self, rank: int, tag: str) -> Tensor:
-        return self.ctx.comm.recv(
-            torch.empty(*self.boundary, dtype=next(self.module.parameters()).dtype), rank, tag
-        )
+        dtype = next(self.module.parameters()).dtype
+        return self.ctx.comm.recv(torch.empty(*self.boundary, dtype=dtype), rank, tag)
 
 
 def train(
-    ctx: mk.Context, schedule: Callable[[Stage], None], stages: Sequence[nn.Module], batches: Batches, loss: Loss,
-    optimizer: Optimizer, boundary: Sequence[int], m: int = 1,
+    ctx: mk.Context, schedule: Callable[[Stage], None], stages: Sequence[nn.Module],
+    batches: Batches, loss: Loss, optimizer: Optimizer, boundary: Sequence[int],
+    m: int = 1,
 ) -> list[float]:  # fmt: skip
     """Return the loss of each step, on the last rank.
 
     Args:
-        ctx, stages, batches, loss, optimizer: see `mpkit.strategies.reference.arguments`.
+        ctx, stages, batches, loss, optimizer: see
+            `mpkit.strategies.reference.arguments`.
         schedule: computes one step of a stage.
         boundary: the shape of one micro-batch's activations between two stages.
         m: micro-batches per batch.

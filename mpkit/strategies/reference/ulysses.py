@@ -1,13 +1,15 @@
-"""Ulysses: each of c ranks has s / c tokens; for attention an all-to-all gives it a / c heads of all tokens instead.
+"""Ulysses: each of c ranks has s / c tokens; for attention an all-to-all gives it a / c
+heads of all tokens instead.
 
     divide heads     of q, k and v: (b, a, s / c, d) becomes (b, a / c, s, d)
     attend           as on one rank
     divide tokens    of the output: (b, a / c, s, d) becomes (b, a, s / c, d)
 
-In the backward the gradients take the same exchanges the other way. A rank sends 4 b s h / c (c-1)/c elements forward.
+In the backward the gradients take the same exchanges the other way. A rank sends
+4 b s h / c (c-1)/c elements forward.
 
-Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
-Transformer Models", 2023, section 3.
+Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of
+Extreme Long Sequence Transformer Models", 2023, section 3.
 """
 
 from __future__ import annotations
@@ -32,15 +34,19 @@ class _Exchange(torch.autograd.Function):
 
 
 def ulysses(ctx: mk.Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return this rank's rows of causal softmax(q k^T / sqrt(d)) v. q, k, v: (b, a, s / c, d), its tokens' own."""
+    """Return this rank's rows of causal softmax(q k^T / sqrt(d)) v.
+    q, k, v: (b, a, s / c, d), its tokens' own.
+    """
     c = ctx.world_size
 
     def divide_heads(x: Tensor) -> Tensor:
-        parts = x.unflatten(1, (c, -1)).movedim(1, 0)  # (c, b, a / c, s / c, d): the heads of each rank
+        # (c, b, a / c, s / c, d): the heads of each rank
+        parts = x.unflatten(1, (c, -1)).movedim(1, 0)
         return _Exchange.apply(parts, ctx).movedim(0, 2).flatten(2, 3)
 
     def divide_tokens(x: Tensor) -> Tensor:
-        parts = x.unflatten(2, (c, -1)).movedim(2, 0)  # (c, b, a / c, s / c, d): the tokens of each rank
+        # (c, b, a / c, s / c, d): the tokens of each rank
+        parts = x.unflatten(2, (c, -1)).movedim(2, 0)
         return _Exchange.apply(parts, ctx).movedim(0, 1).flatten(1, 2)
 
     # ---- divide heads

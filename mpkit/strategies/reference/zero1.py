@@ -1,15 +1,17 @@
-"""ZeRO-1, P_os: each of n ranks keeps the optimizer states of its n-th of every parameter.
+"""ZeRO-1, P_os: each of n ranks keeps the optimizer states of its n-th of every
+parameter.
 
-    forward, backward    of b / n samples; gradients are whole until the backward is over
+    forward, backward    of b / n samples; gradients are whole until the
+                         backward is over
     reduce-scatter       gradients: rank r gets the mean of its shard
     update               the shard, with this rank's optimizer states
     all-gather           the updated shards, into everybody's parameters
 
-A reduce-scatter and an all-gather are what an all-reduce consists of: the volume is DDP's, 2 psi. Of Adam's 12 psi
-bytes of states a rank holds 12 psi / n.
+A reduce-scatter and an all-gather are what an all-reduce consists of: the volume is
+DDP's, 2 psi. Of Adam's 12 psi bytes of states a rank holds 12 psi / n.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
-section 5.1.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", SC 2020, section 5.1.
 """
 
 from __future__ import annotations
@@ -17,14 +19,25 @@ from __future__ import annotations
 from torch import nn
 
 import mpkit as mk
-from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer, shard_of, share_of
+from mpkit.strategies.reference.arguments import (
+    Batches,
+    Loss,
+    Optimizer,
+    shard_of,
+    share_of,
+)
 
 
 def train(
-    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer
-) -> list[float]:
-    """Return the loss of this rank's samples at each step. Arguments: see `mpkit.strategies.reference.arguments`."""
-    shards = [nn.Parameter(shard_of(ctx, parameter)) for parameter in model.parameters()]
+    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss,
+    optimizer: Optimizer,
+) -> list[float]:  # fmt: skip
+    """Return the loss of this rank's samples at each step.
+    Arguments: see `mpkit.strategies.reference.arguments`.
+    """
+    shards = [
+        nn.Parameter(shard_of(ctx, parameter)) for parameter in model.parameters()
+    ]
     update, losses = optimizer(shards), []
     for batch in batches:
         # ---- forward, backward

@@ -1,13 +1,17 @@
-"""ZeRO-3, P_os+g+p: each rank keeps its n-th of everything, and a layer's parameters are whole while it computes.
+"""ZeRO-3, P_os+g+p: each rank keeps its n-th of everything, and a layer's parameters
+are whole while it computes.
 
     forward     layer by layer: all-gather its parameters, compute, free them
-    backward    layer by layer: all-gather again, compute; reduce-scatter the gradients, free both
+    backward    layer by layer: all-gather again, compute; reduce-scatter the
+                gradients, free both
     update      the shards
 
-Each parameter is gathered twice and its gradient reduced once: 3 psi, 1.5 times DDP's volume. Autograd keeps views of
-the gathered memory for the backward; that memory is given back and taken again beneath them.
+Each parameter is gathered twice and its gradient reduced once: 3 psi, 1.5 times DDP's
+volume. Autograd keeps views of the gathered memory for the backward; that memory is
+given back and taken again beneath them.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations...", SC 2020, sections 5.3 and 7.2.2.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations...", SC 2020, sections
+5.3 and 7.2.2.
 """
 
 from __future__ import annotations
@@ -15,14 +19,26 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.strategies.reference.arguments import Batches, Loss, Optimizer, shard_of, share_of
+from mpkit.strategies.reference.arguments import (
+    Batches,
+    Loss,
+    Optimizer,
+    shard_of,
+    share_of,
+)
 
 
 def train(
-    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss, optimizer: Optimizer
-) -> list[float]:
-    """Return the loss of this rank's samples at each step. Arguments: see `mpkit.strategies.reference.arguments`."""
-    shards = {parameter: nn.Parameter(shard_of(ctx, parameter).clone()) for parameter in model.parameters()}
+    ctx: mk.Context, model: nn.Module, batches: Batches, loss: Loss,
+    optimizer: Optimizer,
+) -> list[float]:  # fmt: skip
+    """Return the loss of this rank's samples at each step.
+    Arguments: see `mpkit.strategies.reference.arguments`.
+    """
+    shards = {
+        parameter: nn.Parameter(shard_of(ctx, parameter).clone())
+        for parameter in model.parameters()
+    }
     update, losses = optimizer(shards.values()), []
 
     def gather(layer: nn.Module, *_: object) -> None:
@@ -31,7 +47,8 @@ def train(
             ctx.comm.all_gather(shards[parameter].detach(), out=parameter.data.view(-1))
 
     def free(layer: nn.Module, _: object, output: Tensor) -> None:
-        output.register_hook(lambda gradient: gather(layer))  # the backward of the layer begins
+        # the backward of the layer begins
+        output.register_hook(lambda gradient: gather(layer))
         for parameter in layer.parameters(recurse=False):
             parameter.untyped_storage().resize_(0)
 

@@ -1,1 +1,3 @@
-"""Mixtures of experts: on one rank, divided over ranks, and what keeps their experts equally busy."""
+"""Mixtures of experts: on one rank, divided over ranks, and what keeps their
+experts equally busy.
+"""

@@ -1,1 +1,3 @@
-"""Tensor and sequence parallelism in parts: conjugate operators, linear layers, MLP, attention, cross-entropy."""
+"""Tensor and sequence parallelism in parts: conjugate operators, linear layers,
+MLP, attention, cross-entropy.
+"""

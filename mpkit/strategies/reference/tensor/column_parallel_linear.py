@@ -19,7 +19,9 @@ import mpkit as mk
 from mpkit.strategies.reference.tensor.conjugates import f
 
 
-def column_parallel_linear(ctx: mk.Context, X: Tensor, A_i: Tensor, group: Any = None) -> Tensor:
+def column_parallel_linear(
+    ctx: mk.Context, X: Tensor, A_i: Tensor, group: Any = None
+) -> Tensor:
     """Return Y_i = X A_i.
 
     Args:

@@ -1,6 +1,8 @@
-"""Self-attention divided by heads: rank i computes a / t of the a heads, and what they add to the output.
+"""Self-attention divided by heads: rank i computes a / t of the a heads, and what they
+add to the output.
 
-    column parallel   Q_i, K_i, V_i = f(X) [Wq_i, Wk_i, Wv_i]: the columns of this rank's heads
+    column parallel   Q_i, K_i, V_i = f(X) [Wq_i, Wk_i, Wv_i]: the columns of
+                      this rank's heads
     attention         of each head by itself: softmax(Q K^T / sqrt(d)) V
     row parallel      Z = g(Y_i B_i)
 
@@ -15,11 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.reference.tensor.column_parallel_linear import column_parallel_linear
+from mpkit.strategies.reference.tensor.column_parallel_linear import (
+    column_parallel_linear,
+)
 from mpkit.strategies.reference.tensor.row_parallel_linear import row_parallel_linear
 
 
-def parallel_attention(ctx: mk.Context, X: Tensor, W_i: Tensor, B_i: Tensor, heads: int) -> Tensor:
+def parallel_attention(
+    ctx: mk.Context, X: Tensor, W_i: Tensor, B_i: Tensor, heads: int
+) -> Tensor:
     """Return Z, of causal attention.
 
     Args:
@@ -35,7 +41,9 @@ def parallel_attention(ctx: mk.Context, X: Tensor, W_i: Tensor, B_i: Tensor, hea
     # ---- column parallel
     Q, K, V = column_parallel_linear(ctx, X, W_i).chunk(3, dim=-1)
     # ---- attention
-    Q, K, V = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (Q, K, V))  # (b, a / t, s, d)
-    Y_i = F.scaled_dot_product_attention(Q, K, V, is_causal=True).transpose(1, 2).flatten(2)
+    # (b, a / t, s, d)
+    Q, K, V = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (Q, K, V))
+    Y_i = F.scaled_dot_product_attention(Q, K, V, is_causal=True)
+    Y_i = Y_i.transpose(1, 2).flatten(2)
     # ---- row parallel
     return row_parallel_linear(ctx, Y_i, B_i)

@@ -1,15 +1,17 @@
-"""Cross-entropy of logits that are divided by vocabulary, without gathering them: three numbers per token are summed.
+"""Cross-entropy of logits that are divided by vocabulary, without gathering them: three
+numbers per token are summed.
 
     max       m = max over ranks of max_j z_j, so that no exponential overflows
     sum       S = sum over ranks of sum_j exp(z_j - m)
     target    z_y, which the rank with token y in its part of the vocabulary has
     loss      log S - (z_y - m), the mean over tokens
-    backward  (softmax_j - 1[j = y]) / tokens, for this rank's j: nothing is communicated
+    backward  (softmax_j - 1[j = y]) / tokens, for this rank's j: nothing is
+              communicated
 
 Three all-reduces of b s elements, where gathering the logits would take b s V.
 
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3: "we fuse the output of the parallel GEMM with the cross entropy
-loss".
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3: "we fuse the output of the
+parallel GEMM with the cross entropy loss".
 """
 
 from __future__ import annotations
@@ -47,5 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(ctx: mk.Context, z_i: Tensor, y: Tensor) -> Tensor:
-    """Return the mean loss, the same on every rank. z_i: (b s, V / t), this rank's logits; y: (b s), tokens."""
+    """Return the mean loss, the same on every rank.
+    z_i: (b s, V / t), this rank's logits; y: (b s), tokens.
+    """
     return _CrossEntropy.apply(z_i, y, ctx)
