@@ -47,6 +47,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     fed = cluster.train(nn.Linear(4, 1), stream(), mk.Plan.ddp(4), show=cluster.rank == 0, **linear)
     told["streamed"] = list(fed.losses)
+    told["bubble"] = fed.timeline().bubble if cluster.rank == 0 else None
     saves = {"checkpoint_dir": out / "saved", "checkpoint_every": 2}
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import mpkit as mk
+from mpkit.common.units import percent
 from mpkit.trace import Kind
 from tests.nodes.hosts import HERE, TwoHosts, forked, why_not
 from tests.nodes.train_plans import job
@@ -26,8 +27,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("torchrun")
     job = forked(4, HERE / "one_node.py", str(folder))
     assert not any(job.wait()), job.outputs[0]
-    assert "step 3 of 3" in job.outputs[0]  # rank 0's line
-    return [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(4)]
+    told = [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(4)]
+    line = next(each for each in job.outputs[0].splitlines() if "step 3 of 3" in each)  # rank 0's
+    assert f"bubble {percent(told[0]['bubble'])}" in line
+    return told
 
 
 def test_rank_0_compares_with_plain_pytorch(told: list[dict[str, Any]]) -> None:

@@ -207,7 +207,9 @@ class ProgressLine:
         """Show how the run stands, if that is due."""
         now = time.monotonic()
         if now >= self._next:
-            self._write(run, "" if self._live else "\n")
+            self._feed = self._feed or run.feed()
+            self._feed.advance()
+            self._write(run, self._feed.timeline(), "" if self._live else "\n")
             self._next = time.monotonic() + max(self._every, 50 * (time.monotonic() - now))
 
     def output(self, line: str) -> None:
@@ -216,18 +218,15 @@ class ProgressLine:
 
     def end(self, run: Any) -> None:
         """Show how the run ended."""
-        self._write(run, "\n" if run.proof.difference else f"; {run.proof}\n")
+        self._write(run, run.timeline(), "\n" if run.proof.difference else f"; {run.proof}\n")
 
-    def _write(self, run: Any, after: str) -> None:
+    def _write(self, run: Any, timeline: Timeline, after: str) -> None:
         losses = list(run.losses)
         text = f"mpkit: {run.plan}: step {run.first_step + len(losses)} of {run.steps}"
         if losses:
             text += (
                 f", loss {losses[-1]:.4g}, {seconds((time.monotonic() - self._begun) / len(losses))} per step"
             )
-        self._feed = self._feed or run.feed()
-        self._feed.advance()
-        timeline = self._feed.timeline()
         if timeline.steps:
             text += f", bubble {percent(timeline.bubble)}"
         if run.waiting_for:
