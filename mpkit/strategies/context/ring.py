@@ -11,7 +11,7 @@ again, and n - 1 blocks of gradients, in fp32 at least. (These start on the firs
 its own, whose share is added there.) Under a causal mask, a block that lies after all of a rank's own queries is passed
 on without computation.
 
-`mpkit.strategies.reference.ring_attention` is the algorithm in 40 lines, but autograd keeps every block that passes
+`mpkit.strategies.reference.ring_attention` is the algorithm, but autograd keeps every block that passes
 through. This module adds a backward that does not, sends behind the computation, zigzag order and grouped queries.
 
 Source: Liu, Zaharia & Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3

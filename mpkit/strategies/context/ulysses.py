@@ -10,7 +10,7 @@ cannot exceed the number of heads, and nothing is sent behind the computation.
 
 With grouped queries n ranks divide the heads of keys too; if n is a multiple of these, each is sent to several ranks.
 
-`mpkit.strategies.reference.ulysses` is the algorithm in 30 lines.
+`mpkit.strategies.reference.ulysses` is the algorithm.
 
 Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, section 3.

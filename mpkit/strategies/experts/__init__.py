@@ -2,5 +2,5 @@
 
 What comes in is a model, and the ranks that divide its experts. What goes out is the model with this rank's experts,
 whose forward exchanges tokens with the other ranks. Begin with `divide`, after
-`mpkit.strategies.reference.experts.expert_parallel`, which is the algorithm in 30 lines.
+`mpkit.strategies.reference.experts.expert_parallel`, which is the algorithm.
 """

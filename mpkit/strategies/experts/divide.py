@@ -14,7 +14,7 @@ With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`m
 the layer returns is a partial sum then, weights included, and is summed over tp.
 
 Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer.
-`mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
+`mpkit.strategies.reference.experts.expert_parallel` is the algorithm.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
 section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, for the ranks that divide them.

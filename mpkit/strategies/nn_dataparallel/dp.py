@@ -12,7 +12,7 @@ and then rank 0 steps. The loss, the optimizer and all outputs make rank 0 compu
 which wait for it. Parameters are sent again for every micro-batch, as if nn.DataParallel were called for each. DDP
 (`mpkit.strategies.replicas.ddp`) avoids all this, with one exchange per batch. Rank 0 evaluates by itself.
 
-`mpkit.strategies.reference.dp` is the algorithm in 25 lines, and has the source.
+`mpkit.strategies.reference.dp` is the algorithm, and has the source.
 
 The parameters of a dtype lie side by side in one tensor, and so do their gradients. torch.nn.DataParallel
 works in the same way: a replica lives for one forward and its backward, and only the first GPU keeps the model.

@@ -1,7 +1,7 @@
 """DDP: every rank holds the whole model and a part of the batch; gradients are summed while the backward pass runs.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
-`mpkit.strategies.reference.bucketed_ddp` is the whole algorithm in 30 lines. This module adds shares of unequal size,
+`mpkit.strategies.reference.bucketed_ddp` is the whole algorithm. This module adds shares of unequal size,
 micro-batches, parameters that get no gradient, frozen and tied parameters, and the state of BatchNorm.
 
     broadcast   at the start every rank takes the first replica's parameters and buffers

@@ -22,7 +22,7 @@ Hybrid sharding (HSDP) divides the replicas into groups, such as nodes, of dp_sh
 group: above, n is dp_shard, and gathers and reduce-scatters stay inside. Ranks of different groups hold the same
 shards, and sum their gradients by an all-reduce of the shard once per step.
 
-`mpkit.strategies.reference.hybrid_shards` is the algorithm in 30 lines.
+`mpkit.strategies.reference.hybrid_shards` is the algorithm.
 
 Source of hybrid sharding: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
 section 3.2.2; Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022.
@@ -190,7 +190,7 @@ class Zero1(Zero):
         update            the shard, with this rank's optimizer states (`mpkit.strategies.update`)
         all-gather        the updated shards, into everybody's parameters
 
-    The volume is DDP's, 2 psi. `mpkit.strategies.reference.zero1` is the algorithm in 20 lines. This class adds
+    The volume is DDP's, 2 psi. `mpkit.strategies.reference.zero1` is the algorithm. This class adds
     micro-batches, buckets, overlap with the backward, parameters whose size is no multiple of n, several stages per
     rank, and tied, frozen and unused parameters.
 
@@ -219,8 +219,8 @@ class Zero2(Zero):
         all-gather    the updated shards, into everybody's parameters
 
     The volume is DDP's, 2 psi, where a step has one micro-batch; with m of them, every backward reduces: (m + 1) psi.
-    Of the gradients a rank holds 2 psi / n bytes, and what is being reduced. `mpkit.strategies.reference.zero2` is the
-    algorithm in 20 lines.
+    Of the gradients a rank holds 2 psi / n bytes, and what is being reduced. The algorithm is
+    `mpkit.strategies.reference.zero2`.
 
     Source: section 5.2.
     """
@@ -243,7 +243,7 @@ class Zero3(Zero):
         update      the shards, with this rank's optimizer states (`mpkit.strategies.update`)
 
     With one micro-batch each parameter is gathered twice and its gradient reduced once: 3 psi, 1.5 times DDP's volume.
-    `mpkit.strategies.reference.zero3` is the algorithm in 30 lines.
+    `mpkit.strategies.reference.zero3` is the algorithm.
 
     Source: sections 5.3 and 7.2.2.
     """

@@ -25,7 +25,7 @@ repeat the same work there. So
 
 The parameters there get gradients from a part of the tokens on each rank, which are summed over the ranks.
 
-`mpkit.strategies.reference.tensor.sequence_parallel` is this in 40 lines. This module adds any model, and dropout.
+`mpkit.strategies.reference.tensor.sequence_parallel` is the algorithm. This module adds any model, and dropout.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, section 4.2.2.
 """

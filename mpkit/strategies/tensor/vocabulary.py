@@ -6,7 +6,7 @@
                     the target; so b s numbers are sent, three times, instead of b s V
                     backward: nothing
 
-`mpkit.strategies.reference.tensor.vocabulary_cross_entropy` is the cross-entropy in 40 lines. This module adds
+`mpkit.strategies.reference.tensor.vocabulary_cross_entropy` is the cross-entropy. This module adds
 vocabularies that the number of ranks does not divide, ignored targets, and losses per token.
 
 Source: Shoeybi et al. 2019, end of section 3.
