@@ -22,7 +22,7 @@ demo: setup  ## train on 4 processes and watch the pipeline bubble
 	@$(PY) -m mpkit demo $(ARGS)
 
 lab: setup  ## open JupyterLab on the first notebook, 00-start-here
-	@$(PY) -m jupyterlab $(AS_ROOT) notebooks/00-start-here.ipynb $(ARGS)
+	@$(PY) -m jupyterlab $(AS_ROOT) --notebook-dir notebooks --LabApp.default_url /lab/tree/00-start-here.ipynb $(ARGS)
 
 test: setup  ## every module, every strategy against serial training, every doctest; make test ARGS="-x tests/zero"
 	@sh scripts/test.sh "not soak and not slow" $(ARGS)
