@@ -15,7 +15,7 @@ from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.common.tracebacks import public
 from mpkit.strategies.comm.release import free_groups
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Registered here, before a program registers anything of its own, which therefore runs earlier and has its groups.
 atexit.register(free_groups)
