@@ -1,7 +1,7 @@
 // A schedule as a reader writes it: a line per rank, such as "F0 F1 B0 B1", with I and W for a backward in two halves.
 // A rank that holds several stages names the stage first: "0F0 3F0". "0F3&3B1" run as one. An error says what is wrong where, and what works.
 
-const ACTION = /^(\d*)([FBIW])(\d+)$/i;
+const ACTION = /^(\d*)([FBIW])(\d+)$/;
 
 /** The text of a schedule as a reader would write it: without stages, where each rank has the one of its number. */
 function ownText(text) {
@@ -18,7 +18,7 @@ function readOwn(text) {
     const found = part.match(ACTION);
     if (!found) throw new Error(`Rank ${rank}: "${word}" is no action. Write F0 for the forward of micro-batch 0, B0 for its backward, or I0 and W0 for its halves.`);
     const [, stage, kind, microbatch] = found;
-    return `${stage === "" ? rank : Number(stage)}${kind.toUpperCase()}${Number(microbatch)}`;
+    return `${stage === "" ? rank : Number(stage)}${kind}${Number(microbatch)}`;
   }).join("&")).join(" "));
   const schedule = readSchedule(written.join("\n"));
   complete(schedule);
