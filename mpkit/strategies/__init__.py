@@ -22,7 +22,7 @@ Where each strategy is read: in `reference`, then in the module that trains:
     balanced routing            reference/experts/balance        models/experts, runtime/experts
     tied weights                -                                replicas/tied
     BatchNorm over replicas     -                                replicas/batchnorm
-    mixed precision             reference/serial                 update/master_weights, update
+    mixed precision             reference/serial                 update/update
     checkpoints                 -                                checkpoint/, runtime/checkpoints
 
 A step, from the loop to a layer: runtime/train -> runtime/pipeline -> compute/stage_work -> compute/stage_forward.

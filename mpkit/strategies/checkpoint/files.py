@@ -1,4 +1,4 @@
-"""A folder of checkpoints, in which the last complete one can always be told from one that was cut short.
+"""A folder of checkpoints, in which a complete one always differs from one that was cut short.
 
     step-00000010.partial     being written; the next training in the folder deletes it
     step-00000010             complete: it got this name when every byte was on the disk
@@ -6,18 +6,15 @@
         rank-0.pt, ...        what each rank holds (`parts`)
     step-00000020.older-...   set aside by a training that went on from an earlier step
 
-A file system does a rename entirely or not at all, so a rename is what makes a checkpoint complete.
+A rename, which a file system does entirely or not at all, makes a checkpoint complete.
 
-A folder belongs to one training, which finds no checkpoints there when it begins, or goes on from one of them. Then
-later ones are set aside. A training deletes only what it saved itself and those that were cut short, and of these only
-the files that a save writes, one by one; a folder that holds anything else stays, and so does a link.
+A folder belongs to one training, which begins in a folder without checkpoints, or goes on from one of them and sets
+later ones aside. A training deletes only its own checkpoints and those that were cut short, and of these only the files
+that a save writes, one by one; a folder that holds anything else stays, and so does a link.
 
-Two trainings in a folder would delete what the other is writing: the folder is locked (flock), so the lock ends with
-the processes that hold it, however they end. Both the process that started the training and its rank 0 hold it, so
-either one keeps others out.
+Two trainings in a folder would delete what the other is writing, so a training locks it (flock). The lock ends with the
+processes that hold it, however they end: the one that started the training, and its rank 0. Either keeps others out.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -32,20 +29,14 @@ from pathlib import Path
 
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint, open_plain, read_told
 
-ENDING = 4.0
-"""Seconds to wait for the ranks of a training whose own process has ended: they end with it, within about 2."""
-
+ENDING = 4.0  # seconds to wait for the ranks of a training that was ended; they end within about 2
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL}
 
 
 class FolderLock:
     """A lock on a folder of checkpoints, held until `release` or the end of this process.
 
-    Args:
-        joins: whether this is rank 0 of the training that already holds the lock.
-
-    Raises:
-        ValueError: another training holds it.
+    `joins` is for rank 0 of the training that already holds the lock. A ValueError says that another one does.
     """
 
     def __init__(self, folder: Path, *, joins: bool = False) -> None:
@@ -63,7 +54,7 @@ class FolderLock:
             time.sleep(0.05)  # perhaps the other training is over, and its ranks are ending
 
     def _take(self) -> bool:
-        """Return whether the lock could be taken: alone for a moment, then shared with our own rank 0."""
+        """Take the lock, alone for a moment, then shared with our own rank 0; return whether that was possible."""
         try:
             if not self._joins:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,7 +72,7 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock, so that others can save there."""
+        """Release the lock."""
         if self._handle >= 0:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for children that inherited the handle
@@ -96,18 +87,13 @@ WRITTEN = re.compile(rf"rank-[0-9]+\.pt|{HEAD}")
 
 @dataclass(frozen=True)
 class CheckpointSaving:
-    """When and where a training saves checkpoints.
-
-    Attributes:
-        training: the name of this training, which its checkpoints bear; one that is resumed in its folder keeps it.
-        resumes: whether it goes on from a checkpoint of this folder.
-    """
+    """When and where a training saves checkpoints."""
 
     every: int
     folder: str
     keep: int
-    training: str = ""
-    resumes: bool = False
+    training: str = ""  # its name, which its checkpoints bear, also after it has been resumed in its folder
+    resumes: bool = False  # whether it goes on from a checkpoint of this folder
 
 
 @dataclass(frozen=True)
@@ -119,11 +105,7 @@ class Resume:
 
 
 def read_head(folder: Path) -> CheckpointHead:
-    """Return a checkpoint's head after checking its files against it.
-
-    Raises:
-        DamagedCheckpoint: a file differs, or the head holds something that no training could have written.
-    """
+    """Return a checkpoint's head after checking its files against it; raise DamagedCheckpoint if any differs."""
     head = read_told(folder)
     for name, (nbytes, sha) in head.files.items():
         path = folder / name
@@ -139,14 +121,14 @@ def read_head(folder: Path) -> CheckpointHead:
 
 
 def digest(path: Path, wanted: int | None = None) -> tuple[int, str]:
-    """Return the size in bytes and the SHA-256 of a file; "" in place of it if the size is not the wanted one."""
+    """Return the size in bytes and the SHA-256 of a file, or "" in its place if the size is not the wanted one."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         return size, "" if wanted not in (None, size) else hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def step_of(path: Path, ending: str = "") -> int | None:
-    """Return the step that a name such as step-00000010 tells, with this ending; None if it tells none."""
+    """Return the step in a name such as step-00000010 with this ending; None for any other name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and (name[2] or "") == ending else None
 
@@ -177,7 +159,7 @@ def holds_only_written(path: Path) -> bool:
 
 
 def clean(folder: Path, first: int) -> None:
-    """Delete what earlier runs left unfinished, and set aside the checkpoints after step `first`."""
+    """Delete unfinished checkpoints of earlier runs, and set aside those after step `first`."""
     for path in list(folder.iterdir()):
         if step_of(path, PARTIAL) is not None:
             _delete(path)
@@ -204,14 +186,12 @@ def publish(partial: Path, head: CheckpointHead, saving: CheckpointSaving) -> No
     # ---- the older ones
     own = [path for path in candidates(whole.parent) if is_own(path, saving.training)]
     for old in filter(holds_only_written, own[saving.keep :]):
-        with contextlib.suppress(
-            OSError
-        ):  # it loses its name first, so that half of one is never taken for a whole
-            _delete(old.rename(old.with_suffix(PARTIAL)))
+        with contextlib.suppress(OSError):
+            _delete(old.rename(old.with_suffix(PARTIAL)))  # first the name: half of one never looks complete
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder of files that a save writes; one that holds anything else, or is none, stays as it is."""
+    """Delete a folder that holds nothing but files that a save writes."""
     if holds_only_written(path):
         with contextlib.suppress(OSError):
             for each in path.iterdir():
@@ -230,11 +210,7 @@ def sync(folder: Path) -> None:
 
 
 def lock_folder(saving: CheckpointSaving) -> FolderLock:
-    """Lock the folder where a training saves.
-
-    Raises:
-        ValueError: another training holds it or has checkpoints there, or something else has the name of one.
-    """
+    """Lock the folder where a training saves, after checking that no other training uses it."""
     lock = FolderLock(Path(saving.folder))
     try:
         _check_others(saving)

@@ -1,11 +1,9 @@
 """The head of a checkpoint: `mpkit.json`, sealed by a digest of its own.
 
-It holds the digests of the other files, so its own digest covers the whole checkpoint: any byte that changes shows.
-A digest is no signature: whoever forges a file can forge its digest. Nothing in it is run or leads out of the folder; a
-forged number is the forger's.
+It holds the digests of the other files, so its own digest covers the whole checkpoint: a change of any byte shows.
+A digest is not a signature: whoever forges a file can forge its digest. But nothing in the head is executed, or leads
+out of the folder.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
@@ -22,38 +20,28 @@ from typing import Any
 from mpkit.common.size_limits import read_json
 from mpkit.plan.plan import Plan
 
-FORMAT = 7
-"""Up to 5, tensors lay in files of torch.distributed.checkpoint; up to 6, checkpoints had numbers."""
+FORMAT = 7  # up to 5, tensors lay in files of torch.distributed.checkpoint; up to 6, checkpoints had numbers
 HEAD = "mpkit.json"
+# The largest head, in bytes and in values of JSON: a parameter takes about a hundred and three.
 LARGEST, MOST_VALUES = 256 * 2**20, 10_000_000
-"""Largest mpkit.json, in bytes and in values of JSON: a parameter takes about a hundred and three."""
 
 
 class DamagedCheckpoint(Exception):
-    """Raised for a checkpoint that is not complete and unchanged; the message says why."""
+    """Raised for a checkpoint that is incomplete or changed; the message says why."""
 
 
 @dataclass
 class CheckpointHead:
-    """A checkpoint's description of itself, in JSON.
+    """A checkpoint's description of itself, in JSON."""
 
-    Attributes:
-        step: number of steps done, and so the number of the next one.
-        facts: facts about model and optimizer: `mpkit.strategies.prepare.resume.facts_of`.
-        scaler: the loss scale, and the number of steps since it changed.
-        skipped: number of steps that all ranks skipped because of an overflow.
-        files: size in bytes and SHA-256 of each file, by name.
-        training: the training that wrote it, by a name drawn at random.
-    """
-
-    step: int
+    step: int  # number of steps done, and so the number of the next one
     plan: dict[str, Any]
     world_size: int
-    facts: dict[str, Any]
-    scaler: dict[str, Any]
-    skipped: int
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    training: str = ""
+    facts: dict[str, Any]  # about model and optimizer: `mpkit.strategies.prepare.resume.facts_of`
+    scaler: dict[str, Any]  # the loss scale, and the number of steps since it changed
+    skipped: int  # number of steps that all ranks skipped because of an overflow
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # size in bytes and SHA-256, by name
+    training: str = ""  # a random name of the training that wrote it
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
@@ -65,20 +53,12 @@ class CheckpointHead:
 
 
 def seal(values: Mapping[str, Any]) -> str:
-    """Return the values as JSON, together with the SHA-256 of that JSON.
-
-    >>> seal({"step": 2})
-    '{"step": 2, "sha256": "cf5954a197a5343c1abbb381be623183dce46a7f9281dcde7d045f894e63555b"}'
-    """
+    """Return the values as JSON, together with the SHA-256 of that JSON."""
     return json.dumps({**values, "sha256": hashlib.sha256(json.dumps(values).encode()).hexdigest()})
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """Open a file to be read, if it is one: no link is followed, and no pipe waited for.
-
-    Raises:
-        OSError: it is not there, or something else than a file.
-    """
+    """Open a file to read it; raise OSError for anything else, without following a link or waiting for a pipe."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -87,11 +67,7 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def read_told(folder: Path) -> CheckpointHead:
-    """Return a checkpoint's head without reading any other file.
-
-    Raises:
-        DamagedCheckpoint: there is no head, it was changed since it was written, or no training could have written it.
-    """
+    """Return a checkpoint's head without reading any other file; raise DamagedCheckpoint if it is not as written."""
     try:
         with open_plain(folder / HEAD) as file:
             if (size := os.fstat(file.fileno()).st_size) > LARGEST:

@@ -1,15 +1,13 @@
-"""The files of a checkpoint's ranks: what each rank holds, as it holds it, and where that lies in the whole.
+"""The files of a checkpoint's ranks: what each rank holds, as it holds it, and its place in the whole.
 
     write    each rank: name -> its elements, the shape of the whole parameter, the part of it that tensor parallelism
              leaves to the rank, and where in that flattened part its elements begin (ZeRO)
-    read     a part that begins and ends where the reading rank's does is taken as it is; under any other division
-             the parts of one parameter make the whole, of which the rank takes its own
+    read     a part that begins and ends where the reading rank's does, as it is; under any other division, put the
+             whole parameter together from its parts, and take the rank's own
 
-`torch.save` writes a file. `torch.load` maps it into memory, so that only what is wanted is read, and runs no code of
+`torch.save` writes a file. `torch.load` maps it into memory, so that it reads only what is wanted, and runs no code of
 the file (`weights_only`). One parameter at a time is whole on the host.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
@@ -40,22 +38,22 @@ def write_rank(path: Path, parts: Mapping[str, HeldPart]) -> None:
 
 
 def save_new(path: Path, content: Any) -> None:
-    """Write a new file with `torch.save`; a full disk is named."""
+    """Write a new file with `torch.save`, and raise a clear error for a full disk."""
     with name_full_disk(path.parent), path.open("xb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # of a full disk torch.save says that the file's position is unexpected
+        except RuntimeError as error:  # for a full disk torch.save reports an unexpected position of the file
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host, with no other elements in its memory, which would be written too."""
+    """Return the tensor on the host, with no other elements in its memory, which torch.save would write too."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class SavedParts:
-    """The files of all ranks, of which nothing is read before it is asked for.
+    """The files of all ranks, read on demand.
 
     >>> from tempfile import mkdtemp
     >>> folder = Path(mkdtemp())
@@ -75,7 +73,7 @@ class SavedParts:
         for file in names:
             try:
                 content = torch.load(folder / file, map_location="cpu", mmap=True, weights_only=True)
-            except Exception as error:  # of what somebody put in a file's place, reading can raise anything
+            except Exception as error:  # a file that somebody has replaced can raise anything
                 raise DamagedCheckpoint(
                     f"{file} could not be read without running code, or at all ({one_line(error):.150})"
                 ) from None
@@ -95,7 +93,7 @@ class SavedParts:
         return list(self._parts)
 
     def numel(self, name: str) -> int:
-        """Return how many elements of an entry there are; 0 of one that is not there."""
+        """Return the number of elements of an entry; 0 for a missing one."""
         return sum(part.tensor.numel() for part in self._parts.get(name, ()))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -103,11 +101,7 @@ class SavedParts:
         return self._parts[name][0].tensor.dtype
 
     def read(self, name: str, into: HeldPart) -> None:
-        """Fill a rank's part of an entry, however the ranks were divided that wrote it.
-
-        Raises:
-            DamagedCheckpoint: it is not there, or not each of its elements once.
-        """
+        """Fill a rank's part of an entry, however the writing ranks were divided; raise if elements are missing."""
         parts, numel = self._parts.get(name, []), into.tensor.numel()
         for part in parts:
             if part.place == into.place and part.tensor.numel() == numel:
@@ -117,20 +111,19 @@ class SavedParts:
 
 
 def _held(tensor: Tensor, whole: tuple[int, ...], divided: tuple[Any, ...], start: int) -> HeldPart:
-    """Return a part, whose place has to be within its whole."""
+    """Return a part, after checking that its place is within its whole."""
     shard: Shard | None = None
     for dim, ranges in reversed(divided):
         shard = Shard(tuple(whole), dim, tuple(range(*each) for each in ranges), shard)
-    local = (
-        torch.empty(whole, device="meta") if shard is None else shard.take(torch.empty(whole, device="meta"))
-    )
+    local = torch.empty(whole, device="meta")
+    local = local if shard is None else shard.take(local)
     if tensor.dim() != 1 or not 0 <= start <= local.numel() - tensor.numel():
         raise ValueError(f"a part of {tensor.numel()} elements from {start} on, of {local.numel()}")
     return HeldPart(tensor, tuple(whole), start, shard)
 
 
 def _whole(name: str, shape: tuple[int, ...], parts: list[HeldPart]) -> Tensor:
-    """Return the whole of an entry, of which each element has to be there once."""
+    """Put a whole entry together, after checking that each element is there once."""
     count = sum(part.tensor.numel() for part in parts)
     if count != prod(shape) or any(part.whole != shape for part in parts):
         raise DamagedCheckpoint(f"of {name}, which has {prod(shape)} elements of shape {shape}, {count} fit")

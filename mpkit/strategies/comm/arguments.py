@@ -1,4 +1,4 @@
-"""What a communication's arguments have to be; each error says what would fit."""
+"""Checks of a communication's arguments; each error says what would fit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 
 
 Parts = tuple[list[int], list[int]]
-"""The rows for each member of an all-to-all, and from each."""
+"""The number of rows for each member of an all-to-all, and from each."""
 
 
 def root_of(comm: Communicator, number: int, what: str) -> int:
-    """Return the global rank of a root: the member with this number."""
+    """Return a root's global rank."""
     if not 0 <= number < comm.size:
         raise ValueError(f"{what}: there is no rank {number}: roots are numbered from 0 to {comm.size - 1}")
     return comm.ranks[number]
 
 
 def peer_of(comm: Communicator, number: int, what: str) -> int:
-    """Return the global rank of the other end of a message: the member of `comm` with this number."""
-    if number == comm.index or not 0 <= number < comm.size:
-        others = f"there are ranks 0 to {comm.size - 1}"
-        why = "that is this rank itself" if number == comm.index else others
-        raise ValueError(f"rank {comm.index}: {what} with rank {number}: {why}")
+    """Return the global rank of the other end of a message."""
+    if number == comm.index:
+        raise ValueError(f"rank {number}: {what} with rank {number}: that is this rank itself")
+    if not 0 <= number < comm.size:
+        raise ValueError(
+            f"rank {comm.index}: {what} with rank {number}: there are ranks 0 to {comm.size - 1}"
+        )
     return comm.ranks[number]
 
 
@@ -56,7 +58,7 @@ def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...
 def uneven_parts(
     group: Communicator, tensor: Tensor, sends: Sequence[int] | None, receives: Sequence[int] | None
 ) -> Parts | None:
-    """Return the rows for each member and the rows from each of an all-to-all; None where parts are equal."""
+    """Return the checked sizes of an all-to-all's parts; None if they are equal."""
     if sends is None and receives is None:
         return None
     n, rows = group.size, tensor.shape[0] if tensor.dim() else 0
@@ -70,7 +72,7 @@ def uneven_parts(
 
 
 def output_tensor(wire: Wire, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str) -> Tensor:
-    """Return the tensor that the backend fills: `out` if it is given and the backend can fill it."""
+    """Return the tensor that the backend fills: `out`, if it is given and the backend can."""
     if out is None or wire.staged:
         return wire.make_buffer(shape, like)
     if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
@@ -81,8 +83,7 @@ def output_tensor(wire: Wire, out: Tensor | None, shape: tuple[int, ...], like: 
     return out.detach()
 
 
-LIMIT = 1_000_000
-"""The integers of tags are below it."""
+LIMIT = 1_000_000  # the integers of tags are below it
 
 
 @lru_cache(4096)

@@ -5,14 +5,13 @@
 
 When calls do not match, the last rank to publish sees the others' fingerprints and raises before it starts its own
 call. The other ranks therefore never receive data, and no backend meets mismatched sizes, at which it might abort.
-Nothing is sent: fingerprints are stored in files that all ranks map into memory, as a table of (collectives) x (members
-of the group), and of (messages) x (sender, receiver) for each tag. They consist of 64-bit words, each with one writer.
-Words are written and read atomically, so a reader sees the old value or the new one; 0 is a word not yet written. The
-file only grows: the first rank that needs more of it extends it.
+Nothing is sent: all ranks map files into memory that hold a table of (collectives) x (members of the group), and of
+(messages) x (sender, receiver) for each tag. Its entries are 64-bit words, each with one writer, which are written and
+read atomically; 0 is a word not yet written. The first rank that needs more of a file extends it.
 
 After a mismatch, the calls and their source lines are read from the ranks' traces.
 
-Fingerprints: what all ranks of a call must agree on, as one word for comparison and a text for display.
+A fingerprint has what all ranks of a call must agree on, as one word for comparison and a text for display:
 
     all_reduce               kind, dtype, shape, reduction
     broadcast, reduce, ...   kind, dtype, shape, root
@@ -20,8 +19,8 @@ Fingerprints: what all ranks of a call must agree on, as one word for comparison
     of plain torch           the group too, as there may be several of the same ranks
     a message                dtype, shape
 
-The word is a 64-bit hash without a zero byte, so that words not yet written can be recognized within a row. Two
-different calls have the same word with a probability of 1 in 10^17.
+The word is a 64-bit hash without a zero byte, so that unwritten words can be recognized within a row. Two different
+calls have the same word with a probability of 1 in 10^17.
 
 Source of the idea: torch.distributed's ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL), which exchanges such
 fingerprints through a process group of its own before each collective.
@@ -51,30 +50,17 @@ from mpkit.trace.record.files import claim
 
 
 class Fingerprint(NamedTuple):
-    """The fingerprint of a call.
+    """The fingerprint of a call."""
 
-    Attributes:
-        word: equal on two ranks if and only if their calls match.
-        text: dtype, shape, reduction, and the group's name where there may be several of the same ranks, such as
-            'float32[2, 3], op="sum"'; the trace keeps it as the op's name.
-    """
-
-    word: int
-    text: str
+    word: int  # equal on two ranks if and only if their calls match
+    text: str  # 'float32[2, 3], op="sum"'; the trace keeps it as the op's name
 
 
 @lru_cache(4096)
 def fingerprint(
     kind: int, dtype: torch.dtype, shape: torch.Size, root: int = -1, reduction: str = "", group: str = ""
 ) -> Fingerprint:
-    """Return the fingerprint of a call; for both ends of a message, `kind` is `Kind.SEND`.
-
-    >>> fingerprint(Kind.ALL_REDUCE, torch.float32, torch.Size([2, 3]), -1, "sum").text
-    'float32[2, 3], op="sum"'
-    >>> zero, one = (fingerprint(Kind.BROADCAST, torch.int64, torch.Size([]), root) for root in (0, 1))
-    >>> zero == one
-    False
-    """
+    """Return the fingerprint of a call; for both ends of a message, `kind` is `Kind.SEND`."""
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("[-1", "[any")
     if reduction:
         text += f', op="{reduction}"'
@@ -93,13 +79,7 @@ def fingerprint_of(kind: int, text: str, root: int = -1) -> Fingerprint:
 
 
 class CallTable:
-    """The collectives of a group, or the messages of one tag from one rank to another: a row each, a column per rank.
-
-    A row's words are in a file, which the first rank to open it creates, and any rank that needs more of it extends.
-
-    Attributes:
-        ranks: the group, or the two ends of the messages.
-    """
+    """The collectives of a group, or a channel's messages: a row per call, and a column for each of these ranks."""
 
     def __init__(self, path: Path, ranks: tuple[int, ...], rank: int) -> None:
         self.ranks, self._size, self._column = ranks, len(ranks), ranks.index(rank)
@@ -107,7 +87,7 @@ class CallTable:
         self._map(256 * self._size)
 
     def _map(self, count: int) -> None:
-        """Map so many words of the file."""
+        """Map the file, with room for so many words."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -128,10 +108,7 @@ class CallTable:
         self._words[first + self._column] = word
 
     def row(self, number: int) -> memoryview:
-        """Return the words of all ranks, with 0 for those that have not reached the call.
-
-        This rank must have published its own word of that row first.
-        """
+        """Return all ranks' words of a row that this rank has published, 0 for those that have not reached it."""
         first = number * self._size
         return self._words[first : first + self._size]
 
@@ -142,16 +119,11 @@ class CallTable:
 UNWRITTEN = bytes(8)
 NO_ROWS: Mapping[tuple[int, int], int] = MappingProxyType({})
 MOST_TABLES = 10_000
-"""Of a program with more tags, messages of the later ones are not compared: each table is a mapped file."""
+"""Each table is a mapped file, so messages with further tags are not compared."""
 
 
 class CheckedCall:
-    """One call of this rank: words that have to equal those of its peers, in the same rows of their tables.
-
-    Args:
-        group: the group or channel, as the trace spells it.
-        text: the arguments of the call; see `Fingerprint`.
-    """
+    """One call of this rank: words that must equal those of its peers, in the same rows of their tables."""
 
     __slots__ = ("_checks", "_group", "_number", "_words", "text")
 
@@ -161,13 +133,13 @@ class CheckedCall:
         self._checks, self._group, self._number, self.text, self._words = checks, group, number, text, words
 
     def publish(self) -> None:
-        """Publish the call to the peers and compare it with what they have published so far."""
+        """Publish the call, and compare it with those that the peers have published so far."""
         for table, word in self._words:
             table.publish(self._number, word)
         self.compare()
 
     def compare(self) -> None:
-        """Compare the call once more with what the peers have published since."""
+        """Compare the call with those that the peers have published so far."""
         for table, word in self._words:
             row, mine = table.row(self._number).tobytes(), word.to_bytes(8, sys.byteorder)
             size = len(table.ranks)
@@ -188,10 +160,7 @@ class CallChecks:
         self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
         group: str = "", *, what: str = "",
     ) -> CheckedCall:  # fmt: skip
-        """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart.
-
-        `what`: the parameters of which they pass parts.
-        """
+        """Return the check of these ranks' collective; `what` names the parameters of which they pass parts."""
         found = fingerprint(kind, tensor.dtype, tensor.shape, root, reduction, what or group)
         text = "" if what else found.text  # the trace has the layer there
         return self._call(",".join(map(str, ranks)), ranks, number, found._replace(text=text))
@@ -200,41 +169,36 @@ class CallChecks:
         self, ranks: tuple[int, ...], number: int, tensor: Tensor, sends: Sequence[int], receives: Sequence[int],
         group: str = "",
     ) -> CheckedCall:  # fmt: skip
-        """Return the check of an all-to-all with so many rows for each of these ranks, and from each."""
+        """Return the check of an all-to-all of uneven parts."""
         name, shape = ",".join(map(str, ranks)), torch.Size((-1, *tensor.shape[1:]))
         found = fingerprint(Kind.ALL_TO_ALL, tensor.dtype, shape, group=group)
-        rows = {}  # as messages: how many rows go from rank to rank
+        rows = {}  # by sender and receiver, like messages
         for peer, to, of in zip(ranks, sends, receives, strict=True):
             if peer != self.rank:
                 rows[self.rank, peer], rows[peer, self.rank] = to + 1, of + 1
         return self._call(name, ranks, number, found, rows)
 
     def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:
-        """Return the check of creating a group of these ranks.
-
-        Creating a group takes a number among the collectives of all ranks.
-        """
+        """Return the check of the creation of a group, which is one of the collectives of all ranks."""
         name = ",".join(map(str, world))
         return self._call(name, world, number, fingerprint_of(Kind.WAIT, str(list(ranks))))
 
     def message(self, channel: str, number: int, ends: tuple[int, int], tensor: Tensor) -> CheckedCall | None:
-        """Return the check of one end of a message of a channel; `ends`: the sender and the receiver."""
+        """Return the check of one end of a message between `ends`, the sender and the receiver."""
         if len(self._tables) >= MOST_TABLES and channel not in self._tables:
             return None
-        found = fingerprint(Kind.SEND, tensor.dtype, tensor.shape)
-        return self._call(channel, ends, number, found)
+        return self._call(channel, ends, number, fingerprint(Kind.SEND, tensor.dtype, tensor.shape))
 
     def refuse(self, group: str, number: int, other: int) -> None:
         """Raise the error that a call of this rank does not match a call of another rank."""
         mine, theirs = (
             find_issued(rank, read_rank(self._folder, rank), group, number) for rank in (self.rank, other)
         )
-        if mine is None or theirs is None:
-            text = (
-                f"rank {self.rank} and rank {other} do not fit each other in communication number {number} of "
-                f"{group}; recording had stopped before (a full disk?), so that the lines are not known"
-            )
-        else:
+        text = (
+            f"rank {self.rank} and rank {other} do not fit each other in communication number {number} of "
+            f"{group}; recording had stopped before (a full disk?), so that the lines are not known"
+        )
+        if mine is not None and theirs is not None:
             text = why_not(mine, theirs)
         raise CommMismatch(text, rank=self.rank, other=other)
 
@@ -247,8 +211,7 @@ class CallChecks:
         return CheckedCall(self, name, number, found.text, words)
 
     def _table(self, name: str, ranks: tuple[int, ...]) -> CallTable:
-        found = self._tables.get(name)
-        if found is None:
+        if name not in self._tables:
             file = blake2b(name.encode(), digest_size=8).hexdigest()
-            found = self._tables[name] = CallTable(self._folder / f"calls.{file}", ranks, self.rank)
-        return found
+            self._tables[name] = CallTable(self._folder / f"calls.{file}", ranks, self.rank)
+        return self._tables[name]

@@ -1,10 +1,10 @@
-"""Communicator: the object through which every byte between ranks goes, and which records it.
+"""Communicator: every byte between ranks passes through it, and it records each call.
 
-Each call leaves a communication op in the trace (kind, group, its number in the group, payload, when it was issued
-and when it was seen to be complete) and, where the caller waits for it, a WAIT op. Hangs are explained from these ops:
-a rank that waits has an open WAIT, and a rank that never made the call has no op of that number.
+A call leaves a communication op in the trace (kind, group, its number in the group, payload, when it was issued and
+when it was seen to be complete) and, if the caller waits for it, a WAIT op. Hangs are explained from these ops: a rank
+that waits has an open WAIT, and a rank that never made the call has no op of that number.
 
-    collectives     every rank of the group plays the same role, or one rank of it, the root, sends or receives
+    collectives     all ranks of the group play the same role, or one of them, the root, sends or receives
     messages        from one rank to another, matched by a tag
     groups          which ranks form a communicator
 
@@ -16,8 +16,8 @@ All methods have the same phases:
     issue       record the op with the user's line, publish the call to its peers, call torch (`Wire.issue`)
     wait        torch's handle, the comparison once more, the end of the op (`Work.wait`)
 
-Payload is counted as in nccl-tests: the tensor for all-reduce, broadcast and reduce, and the whole (gathered or not yet
-scattered) tensor for the others; of an all-to-all of uneven parts what this rank sends.
+Payload is counted as in nccl-tests: the tensor for all-reduce, broadcast and reduce, what this rank sends for an
+all-to-all of uneven parts, and the whole (gathered or not yet scattered) tensor for the others.
 
 Source: the MPI standard, chapters 6 and 7, whose communicators torch.distributed calls process groups.
 """
@@ -34,16 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpkit.strategies.comm.arguments import (
-    Parts,
-    check_reducible,
-    output_tensor,
-    part_shape,
-    peer_of,
-    root_of,
-    tag_number,
-    uneven_parts,
-)
+from mpkit.strategies.comm import arguments
+from mpkit.strategies.comm.arguments import Parts, output_tensor, part_shape, root_of, tag_number
 from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduce_scatter
 from mpkit.strategies.comm.wire import CallNumber, Wire, Work
 from mpkit.trace import Kind
@@ -54,14 +46,13 @@ REDUCTIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-"""What torch is asked for."""
 
 
 class Communicator:
     """A group of ranks as seen by one of them: `ctx.comm` is that of all ranks.
 
-    Tensors live on `ctx.device`. A collective is among all ranks of the communicator that is called, and roots, sources
-    and destinations count these, which on `ctx.comm` are the global ranks; only `group` takes global ranks everywhere.
+    Tensors live on `ctx.device`. All ranks of the communicator take part in a collective; roots, sources and
+    destinations are numbered among them, so on `ctx.comm` they are global ranks. `group` always takes global ranks.
     With `async_op=True` a collective returns a `Work` at once, whose `wait()` returns the result.
 
     >>> import mpkit as mk, torch
@@ -74,18 +65,17 @@ class Communicator:
     [(6, 1), (6, 1), (6, 5), (6, 5)]
 
     Args:
-        ranks: the members' global ranks, ascending; None: all ranks.
-        handle: torch's process group of these ranks; None: that of all ranks.
+        ranks: None for all ranks.
+        handle: torch's process group of these ranks; None for that of all ranks.
 
     Attributes:
-        rank: this rank, as `ctx.rank`.
-        world_size: the number of all ranks, as `ctx.world_size`.
+        rank, world_size: as in `ctx`.
         ranks: the members' global ranks, ascending.
         size: the number of members, n.
-        index: this rank's place among the members, 0 to n - 1; -1: it is no member.
+        index: this rank's place among the members, 0 to n - 1; -1 if it is not a member.
         name: the members as the trace spells them: "0,1,2,3".
-        label: tells communicators of the same ranks apart, "" for the first one: ranks that use them in different
-            orders get an error, and not each other's numbers.
+        label: distinguishes communicators of the same ranks ("" for the first one), so that ranks that use them in
+            different orders get an error, and not each other's numbers.
     """
 
     def __init__(
@@ -108,7 +98,7 @@ class Communicator:
 
     @property
     def issued(self) -> int:
-        """The number of collectives of these ranks so far, which is the number of the next one."""
+        """The number of collectives of these ranks so far."""
         return self._counts["issued"]
 
     def take_number(self) -> int:
@@ -119,27 +109,20 @@ class Communicator:
     def next_collective(
         self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "", *, parts: Parts | None = None
     ) -> CallNumber:
-        """Return this group's next collective, which takes its number.
-
-        Args:
-            tensor: has the dtype and shape that all members must pass.
-            root: the root that all members must name, a global rank; -1: there is none.
-            parts: the rows for each member and from each, where they may differ.
-        """
+        """Take the number of the next collective, in which all members must pass this dtype, shape and root."""
         number, what = self.take_number(), self.wire.what
         checks = self.wire.checks or (self.wire.checks_of_layers if what else None)
         call = None
         if checks is not None and self.size > 1:
-            if parts is not None:
-                call = checks.exchange(self.ranks, number, tensor, *parts, self.label)
-            else:
-                call = checks.collective(
-                    self.ranks, number, kind, tensor, root, reduction, self.label, what=what
-                )
+            call = (
+                checks.collective(self.ranks, number, kind, tensor, root, reduction, self.label, what=what)
+                if parts is None
+                else checks.exchange(self.ranks, number, tensor, *parts, self.label)
+            )
         return CallNumber(kind, self.name, number, root, call)
 
     def _wire_of_member(self, what: str) -> Wire:
-        """Return the wire, to call a collective of which this rank has to be a member."""
+        """Return the wire, after checking that this rank may call a collective of the group."""
         if self.index < 0:
             raise ValueError(
                 f"rank {self.rank} called {what} in the group of ranks {list(self.ranks)}, to which it does not "
@@ -154,18 +137,12 @@ class Communicator:
     @overload
     def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> Work: ...
     def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Tensor | Work:
-        """Replace each rank's tensor by the sum (or "mean", "max", "min") of all ranks' tensors, in place.
-
-        Args:
-            tensor: any shape, the same on every rank; overwritten, and returned.
-            async_op: return a `Work` at once.
-            op: "sum", "mean", "max" or "min".
-        """
+        """Overwrite `tensor` (any shape) with the sum, or the "mean", "max" or "min", over all ranks; return it."""
         # ---- check
         wire = self._wire_of_member("all_reduce")
         if op not in REDUCTIONS:
             raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
-        check_reducible(tensor, op)
+        arguments.check_reducible(tensor, op)
         # ---- stage
         sent = wire.prepare_send(tensor)
         received = partial(wire.finish_receive, sent, tensor)
@@ -186,12 +163,10 @@ class Communicator:
     def all_gather(
         self, tensor: Tensor, *, async_op: bool = False, out: Tensor | None = None
     ) -> Tensor | Work:
-        """Return all ranks' tensors, concatenated along the first dimension.
+        """Return the n ranks' tensors (k, ...), concatenated along the first dimension: (n k, ...).
 
         Args:
-            tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the number of ranks.
-            async_op: as for `all_reduce`.
-            out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
+            out: (n k, ...), filled and returned; None for a new tensor. `tensor` may be this rank's part of it.
         """
         wire = self._wire_of_member("all_gather")
         sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
@@ -212,12 +187,10 @@ class Communicator:
     def reduce_scatter(
         self, tensor: Tensor, *, async_op: bool = False, out: Tensor | None = None
     ) -> Tensor | Work:
-        """Sum the tensors of all ranks and return this rank's n-th part of the first dimension.
+        """Sum the n ranks' tensors (n k, ...) and return this rank's part of the first dimension: (k, ...).
 
         Args:
-            tensor: (n k, ...), n the number of ranks. Returns (k, ...).
-            async_op: as for `all_reduce`.
-            out: (k, ...), filled and returned; None: a new tensor. It may be this rank's part of `tensor`.
+            out: (k, ...), filled and returned; None for a new tensor. It may be this rank's part of `tensor`.
         """
         wire = self._wire_of_member("reduce_scatter")
         part = part_shape(self, tensor, "reduce_scatter")
@@ -236,17 +209,14 @@ class Communicator:
     ) -> Tensor:
         """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
 
-        Parts are equal, or rows of the numbers in `sends`; then `receives` has what the other ranks send to this one,
-        which they have to agree on before, by an all_to_all of the numbers.
-
         Args:
-            tensor: (n k, ...), n the number of ranks. Returns (n k, ...). With uneven parts (sum of `sends`, ...);
-                returns (sum of `receives`, ...).
-            sends: by member, the rows for it; None: equally many for each.
-            receives: by member, the rows that it sends to this rank; None where `sends` is None.
+            tensor: (n k, ...) for n ranks, as is the result; with uneven parts (sum of `sends`, ...), and the result is
+                (sum of `receives`, ...).
+            sends: the number of rows for each member; None for equal parts.
+            receives: the number of rows from each member, which ranks learn by an all_to_all of `sends`.
         """
         wire = self._wire_of_member("all_to_all")
-        parts = uneven_parts(self, tensor, sends, receives)
+        parts = arguments.uneven_parts(self, tensor, sends, receives)
         if parts is None:
             part_shape(self, tensor, "all_to_all")
         to, of = parts or (None, None)
@@ -267,11 +237,7 @@ class Communicator:
     # ---- collectives with a root: it sends to all ranks of the group, or receives from all ----------------
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Copy rank `src`'s tensor into every rank's tensor, in place.
-
-        Args:
-            tensor: any shape, the same on every rank; overwritten, and returned.
-        """
+        """Overwrite every rank's tensor (any shape, the same on all ranks) with rank `src`'s, and return it."""
         wire = self._wire_of_member("broadcast")
         source = root_of(self, src, "broadcast")
         sent = wire.prepare_send(tensor)
@@ -280,11 +246,9 @@ class Communicator:
         return wire.run(number, tensor.nbytes, start, partial(wire.finish_receive, sent, tensor))
 
     def reduce(self, tensor: Tensor, dst: int = 0, *, in_place: bool = False) -> Tensor:
-        """Return the sum of all ranks' tensors on rank `dst`, and a rank's own tensor on the others.
+        """Return the sum of all ranks' tensors (any shape) on rank `dst`, and a rank's own tensor on the others.
 
-        Args:
-            tensor: any shape, the same on every rank.
-            in_place: write the sum into `dst`'s tensor; the contents of the other ranks' tensors are then undefined.
+        With `in_place`, `dst`'s tensor receives the sum, and the contents of the other ranks' tensors are undefined.
         """
         wire = self._wire_of_member("reduce")
         target = root_of(self, dst, "reduce")
@@ -297,11 +261,7 @@ class Communicator:
         return wire.run(number, tensor.nbytes, start, at_root if self.rank == target else lambda: tensor)
 
     def gather(self, tensor: Tensor, dst: int = 0) -> Tensor:
-        """Return all ranks' tensors on rank `dst`, concatenated along the first dimension.
-
-        Args:
-            tensor: (k, ...). Returns (n k, ...) on `dst`, an empty tensor on the others.
-        """
+        """Return all ranks' tensors (k, ...), concatenated (n k, ...), on rank `dst`; an empty tensor on the others."""
         wire = self._wire_of_member("gather")
         target = root_of(self, dst, "gather")
         sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
@@ -313,11 +273,9 @@ class Communicator:
         return wire.run(number, self.size * tensor.nbytes, start, partial(wire.finish_receive, whole))
 
     def scatter(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Scatter rank `src`'s tensor: each rank receives its own n-th part of the first dimension.
+        """Return this rank's part (k, ...) of rank `src`'s tensor (n k, ...).
 
-        Args:
-            tensor: (n k, ...), of the same shape on every rank. Only `src`'s values matter: the others may pass a
-                tensor without memory, `torch.empty(1).expand(n * k)`. Returns (k, ...).
+        All ranks pass a tensor of this shape; only `src`'s needs memory: `torch.empty(1).expand(n * k)` will do.
         """
         wire = self._wire_of_member("scatter")
         source = root_of(self, src, "scatter")
@@ -332,13 +290,11 @@ class Communicator:
     # ---- messages ----------------------------------------------------------------------------------------
 
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Work:
-        """Start sending `tensor` to rank `dst`; it must not be changed before `wait()`.
+        """Start sending `tensor` (any shape) to rank `dst`; it must not be changed before `wait()`.
 
-        Args:
-            tensor: any shape; the receiver's buffer has the same.
-            tag: an integer, or a letter and an integer such as "F3"; the matching `irecv` must use the same tag.
+        The matching `irecv` has a buffer of this shape, and the same tag: an integer, or a letter and one, as "F3".
         """
-        other = peer_of(self, dst, "isend")
+        other = arguments.peer_of(self, dst, "isend")
         number = self._next_message(Kind.SEND, other, tag, tensor)
         sent = self.wire.prepare_send(tensor)
         start = partial(dist.isend, sent, other, tag=tag_number(tag))
@@ -346,7 +302,7 @@ class Communicator:
 
     def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Work:
         """Start receiving from rank `src` into `buffer`; `wait()` returns the filled buffer."""
-        other, wire = peer_of(self, src, "irecv"), self.wire
+        other, wire = arguments.peer_of(self, src, "irecv"), self.wire
         if not buffer.is_contiguous():
             raise ValueError(
                 f"irecv needs a contiguous buffer, not one of strides {buffer.stride()}: torch.empty"
@@ -365,7 +321,7 @@ class Communicator:
         return self.irecv(buffer, src, tag).wait()
 
     def _next_message(self, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> CallNumber:
-        """Return the next message to or from a global rank, which takes its number in the channel."""
+        """Take the number of the next message to or from a global rank."""
         tag_number(tag)  # raises if the tag is malformed
         channel, number, ends = self.wire.take_message(kind, other, tag)
         checks = self.wire.checks
@@ -375,10 +331,10 @@ class Communicator:
     # ---- groups ------------------------------------------------------------------------------------------
 
     def group(self, ranks: Sequence[int]) -> Communicator:
-        """Return the communicator of these global ranks, whose methods its members call.
+        """Return the communicator of these global ranks, whose methods only its members call.
 
         Every rank of the run makes this call in the same order, whether it is a member or not. Two groups of the same
-        ranks are two groups: a call of one of them does not match a call of the other.
+        ranks stay separate: a call of one does not match a call of the other.
 
         Raises:
             ValueError: there are no ranks, a rank does not exist, or a rank is given twice.
@@ -392,14 +348,12 @@ class Communicator:
                 f"all of them are those of ctx.comm"
             )
         known = self.wire.communicators.get(members)
-        return self.adopt(members, self._torch_group(members)) if known is None else known.sibling()
-
-    def sibling(self) -> Communicator:
-        """Return another communicator of the same ranks, whose calls match only its own."""
-        self._counts["siblings"] += 1
-        made = copy(self)
-        made.label = f"{self.name}, number {self._counts['siblings'] + 1}"
-        return made
+        if known is None:
+            return self.adopt(members, self._torch_group(members))
+        known._counts["siblings"] += 1
+        sibling = copy(known)
+        sibling.label = f"{known.name}, number {known._counts['siblings'] + 1}"
+        return sibling
 
     def adopt(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:
         """Return the communicator of these ranks, in ascending order, for an existing torch group."""
@@ -409,14 +363,11 @@ class Communicator:
         return known[ranks]
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:
-        """Return a new communicator of some of the ranks; `group` and `adopt` keep one for each set of ranks."""
+        """Create a communicator of some of the ranks; a dry run's creates fake ones."""
         return Communicator(self.wire, ranks, handle)
 
     def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh | None:
-        """Create torch's mesh of all ranks, with the given name and length of each axis; its groups can be adopted.
-
-        Every rank makes this call at the same time. A communicator whose groups need no real peers returns None.
-        """
+        """Create torch's mesh of all ranks, at the same time on each, by the axes' names and lengths; None if fake."""
         ranks = torch.arange(self.world_size).view(*shape.values())
         return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(shape))
 
@@ -428,9 +379,8 @@ class Communicator:
         world = wire.communicators[tuple(range(wire.world_size))]
         number = world.take_number()
         call = wire.checks.group(world.ranks, number, ranks)
-        waiting = wire.record.begin(
-            Kind.WAIT, call.text, group=world.name, number=number, where=wire.find_source_line()
-        )
+        where = wire.find_source_line()
+        waiting = wire.record.begin(Kind.WAIT, call.text, group=world.name, number=number, where=where)
         call.publish()
         handle = dist.new_group(list(ranks))
         call.compare()
@@ -438,5 +388,5 @@ class Communicator:
         return handle
 
     def delays(self, pause: Callable[[], None]) -> None:
-        """Call `pause` before each communication from now on; it belongs to no op, and to no virtual clock."""
+        """Call `pause` before each communication from now on, outside of any op and of the virtual clock."""
         self.wire.before = pause

@@ -1,8 +1,8 @@
-"""Communicators without peers: of an axis with one rank, and of a dry run.
+"""Communicators without peers, for an axis with one rank and for a dry run.
 
-Strategies are written for n ranks and hold for n = 1: the sum over one rank is its tensor, and so is what one rank
-gathers. In a dry run, whatever would be received from other ranks has the right shape but comes from this rank's own
-tensor: an all-reduce returns the tensor itself, an all-gather n copies of it, a reduce-scatter this rank's part of it.
+Strategies are written for n ranks and hold for n = 1: the sum over one rank is its tensor, and so is the gathered one.
+In a dry run, whatever other ranks would send has the right shape but comes from this rank's own tensor: an all-reduce
+returns the tensor itself, an all-gather n copies of it, a reduce-scatter this rank's part of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpkit.strategies.comm.wire import CompletedWork, Wire
 
 
 class FakeGroup(Communicator):
-    """A group of `size` ranks, none of which is there but the one at `index`; nothing is sent or recorded.
+    """A group of `size` ranks, of which only the one at `index` exists; nothing is sent or recorded.
 
     >>> group = FakeGroup(4)
     >>> group.all_gather(torch.ones(2, 3)).shape, group.reduce_scatter(torch.ones(8, 3)).shape
@@ -77,7 +77,7 @@ class FakeGroup(Communicator):
 
 
 class OneRank(FakeGroup):
-    """A rank by itself, along an axis of one rank: each collective returns the tensor that it was given."""
+    """An axis of one rank: each collective returns its tensor."""
 
     def __init__(self, wire: Wire) -> None:
         Communicator.__init__(self, wire, (wire.rank,))
@@ -85,7 +85,6 @@ class OneRank(FakeGroup):
 
 
 def _complete(result: Tensor, out: Tensor | None, async_op: bool) -> Any:
-    """Return the result, in `out` if that is given."""
     if out is not None:
         if out.untyped_storage()._cdata != result.untyped_storage()._cdata:
             out.copy_(result)

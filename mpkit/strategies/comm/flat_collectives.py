@@ -30,19 +30,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-TAG = tag_number("Z999999") + 1
-"""The tag of a reduce-scatter's messages, which is none of a program's."""
-
-PIECE = 1 << 16
-"""The number of elements that are added up at a time, so that sums stay in a core's cache."""
+TAG = tag_number("Z999999") + 1  # of a reduce-scatter's messages; no program can use it
+PIECE = 1 << 16  # elements to add up at a time, so that sums stay in a core's cache
 
 
 class _All:
     """Several of torch's handles as one, with an optional last step once they are complete."""
 
     def __init__(self, handles: list[Any], last: Callable[[], object] | None = None) -> None:
-        self._handles = handles
-        self._last = last
+        self._handles, self._last = handles, last
 
     def wait(self) -> None:
         for handle in self._handles:
@@ -52,33 +48,22 @@ class _All:
 
 
 def start_all_gather(group: Communicator, whole: Tensor, part: Tensor) -> Any:
-    """Start filling `whole` (n k, ...) with every rank's `part` (k, ...), which may be a view of `whole`.
-
-    Returns:
-        A handle to wait for.
-    """
+    """Start filling `whole` (n k, ...) with every rank's `part` (k, ...), a view of it or not; return a handle."""
     if not group.wire.gloo:
         return _all_gather(whole, part, group.handle, async_op=True)
     places = whole.chunk(group.size)
     if places[group.index].data_ptr() != part.data_ptr():
         places[group.index].copy_(part)
-    return _All(
-        [
-            dist.broadcast(place, src, group.handle, async_op=True)
-            for src, place in zip(group.ranks, places, strict=True)
-        ]
-        if group.size > 1 and part.numel()
-        else []
-    )
+    if group.size == 1 or not part.numel():
+        return _All([])
+    sources = zip(group.ranks, places, strict=True)
+    return _All([dist.broadcast(place, src, group.handle, async_op=True) for src, place in sources])
 
 
 def start_reduce_scatter(group: Communicator, part: Tensor, whole: Tensor) -> Any:
-    """Start filling `part` (k, ...) with this rank's part of the sum of all ranks' `whole` (n k, ...).
+    """Start filling `part` (k, ...), which may be a view of `whole`, with this rank's part of the sum; return a handle.
 
-    `part` may be a view of `whole`.
-
-    Returns:
-        A handle to wait for.
+    The sum is that of all ranks' `whole` (n k, ...).
     """
     if not group.wire.gloo:
         return _reduce_scatter(part, whole, group=group.handle, async_op=True)
@@ -89,21 +74,15 @@ def start_reduce_scatter(group: Communicator, part: Tensor, whole: Tensor) -> An
     parts = whole.chunk(group.size)
     received = torch.empty(group.size - 1, *part.shape, dtype=whole.dtype, device=whole.device)
     others = [i for i in range(group.size) if i != group.index]
-    handles = [
-        dist.irecv(place, group.ranks[i], group.handle, TAG)
-        for i, place in zip(others, received, strict=True)
-    ]
+    places = zip(others, received, strict=True)
+    handles = [dist.irecv(place, group.ranks[i], group.handle, TAG) for i, place in places]
     handles += [dist.isend(parts[i], group.ranks[i], group.handle, TAG) for i in others]
-    contributions = [
-        *received[: group.index],
-        parts[group.index],
-        *received[group.index :],
-    ]  # in order of ranks
-    return _All(handles, lambda: _sum_into(part, contributions))
+    in_order = [*received[: group.index], parts[group.index], *received[group.index :]]
+    return _All(handles, lambda: _sum_into(part, in_order))
 
 
 def _sum_into(part: Tensor, contributions: list[Tensor]) -> None:
-    """Write the sum of contiguous tensors into `part`, which may be one of them; 16 bits are added up in fp32."""
+    """Write the sum of contiguous tensors into `part`, which may be one of them; add up 16-bit ones in fp32."""
     precise = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
     pieces = [tensor.view(-1).split(PIECE) for tensor in (part, *contributions)]
     for place, first, *others in zip(*pieces, strict=True):

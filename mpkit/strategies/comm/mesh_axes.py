@@ -1,15 +1,13 @@
 """MeshAxes: this rank's communicator along each axis of the mesh.
 
 A rank at place (pp, dp, cp, tp) belongs to one group along each axis: the ranks that differ from it in that coordinate
-only. Communication along one axis never reaches another, so a strategy is given its own axis and needs no other.
+only. Communication along one axis never reaches another, so a strategy receives its own axis and needs no other.
 
     replicas     dp x cp: ranks that hold the same weights and compute on different samples or parts of a sequence
     shards       dp_shard x cp: those among which ZeRO shards the weights; all replicas, unless the plan is hybrid
     model        pp x tp: ranks that together hold one model
     experts      ep: ranks, out of the replicas, that divide each layer's experts; dp_replicate x edp hold the same ones
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -22,9 +20,7 @@ from mpkit.strategies.comm.fake_group import OneRank
 
 
 class MeshAxes:
-    """The axes of a mesh as seen by one rank. Every rank creates this object at the same time.
-
-    The process groups are torch's; a DeviceMesh creates them.
+    """The axes of a mesh as seen by one rank, with groups of torch's DeviceMesh. All ranks create it at the same time.
 
     >>> import mpkit as mk
     >>> def axes(ctx):
@@ -45,27 +41,24 @@ class MeshAxes:
             self._meshes[mesh.expert_axes] = self._device_mesh(device, mesh.expert_axes)
 
     def _device_mesh(self, device: torch.device, axes: Sequence[str]) -> DeviceMesh | None:
-        """Create torch's mesh of the axes with more than one place; None if there is one, which spans all ranks."""
+        """Create torch's mesh of the axes with more than one place; None if only one axis has, and spans all ranks."""
         shape = {axis: degree for axis in axes if (degree := self.mesh.degree(axis)) > 1}
         return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
 
     def communicator_of(self, *axes: str) -> Communicator:
-        """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.
-
-        All ranks request the same groups in the same order.
-        """
+        """Return the communicator along one axis or several together; all ranks request them in the same order."""
         wanted = tuple(axis for axis in self.mesh.parts(*axes) if self.mesh.degree(axis) > 1)
         if wanted not in self._known:
             self._known[wanted] = self._communicator(wanted)
         return self._known[wanted]
 
     def leads(self, but: str = "") -> bool:
-        """Whether this rank is the first of those that compute the same samples, or its axis is left out (`but`).
+        """Return whether this rank counts, saves and returns what tp ranks replicate, or divide along the axis `but`.
 
-        Of what these ranks hold alike, or hold parts of along that axis, the ranks that lead count, save or return.
+        The first of the tp ranks does so for what they replicate; for what they divide, all of them do.
         """
         if but == "ep" and self.mesh.etp:
-            but = "tp"  # whose ranks hold parts of experts; or, where it is folded, different ones or replicas of them
+            but = "tp"  # its ranks hold parts of experts; or, if it is folded, different experts or replicas of them
         return but == "tp" or self.place.tp == 0
 
     def _communicator(self, axes: Sequence[str]) -> Communicator:
@@ -75,7 +68,7 @@ class MeshAxes:
         if len(ranks) == self.mesh.size:
             return self._comm
         mesh = self._meshes[self.mesh.axes_with(*axes)]
-        if mesh is None:  # the ranks' peers are not there, and so torch has no groups of them
+        if mesh is None:  # of fake peers, for which torch has no groups
             return self._comm.adopt(ranks, None)
         torch_mesh = mesh[tuple(axes)]
         flat = torch_mesh if len(axes) == 1 else torch_mesh._flatten("_".join(axes))

@@ -1,11 +1,8 @@
 """This process as a rank: the communicator of the process group that it has joined.
 
-Under `Cluster.run` a rank's communicator exists before the user's function is called, and is `note_group` here. Under
-torchrun the user's program calls `torch.distributed.init_process_group`, and the communicator is made from that group:
-communication works, and nothing is recorded.
+`Cluster.run` creates a rank's communicator before it calls the user's function, and notes it here. Under torchrun the
+user's program calls `torch.distributed.init_process_group`; a communicator for that group records nothing.
 """
-
-from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
@@ -17,12 +14,12 @@ from mpkit.strategies.comm.release import is_rank
 from mpkit.strategies.comm.wire import Wire
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
+# By torch's default process group, of which a process may have one after the other.
 _JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()
-"""By torch's default process group, which is the state of this process that these belong to."""
 
 
 def note_group(comm: Communicator) -> None:
-    """Note that this process has joined the default process group, whose communicator this is."""
+    """Note the communicator of the default process group, which this process has joined."""
     is_rank()
     _JOINED[_world()] = {comm.wire.device: comm}
 
@@ -33,10 +30,7 @@ def forget_group() -> None:
 
 
 def current_communicator(device: torch.device) -> Communicator:
-    """Return the communicator of all ranks: that of `Cluster.run`, or one for the group that the program has made.
-
-    Args:
-        device: where this rank's tensors are, where the program has made the process group.
+    """Return the communicator of all ranks: that of `Cluster.run`, or one for the program's own process group.
 
     Raises:
         ValueError: there is no process group.
@@ -48,9 +42,13 @@ def current_communicator(device: torch.device) -> Communicator:
             "torchrun starts: torch.distributed.init_process_group() comes first."
         )
     by_device = _JOINED.setdefault(_world(), {})
-    known = by_device.get(device) or next((c for c in by_device.values() if _is_recorded(c)), None)
+    recorded = (comm for comm in by_device.values() if not isinstance(comm.wire.record, SilentRecorder))
+    known = by_device.get(device) or next(recorded, None)
     if known is None:
-        known = by_device[device] = _communicator(device)
+        is_rank()
+        backend = _world()._get_backend(device).name()  # "undefined" if it was not asked for by name
+        wire = Wire(dist.get_rank(), dist.get_world_size(), SilentRecorder(), device, backend)
+        known = by_device[device] = Communicator(wire)
     return known
 
 
@@ -58,14 +56,3 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
-
-
-def _is_recorded(comm: Communicator) -> bool:
-    return not isinstance(comm.wire.record, SilentRecorder)
-
-
-def _communicator(device: torch.device) -> Communicator:
-    """Return a communicator for torch's default process group, without a record."""
-    is_rank()
-    backend = _world()._get_backend(device).name()  # "undefined" if it was not asked for by name
-    return Communicator(Wire(dist.get_rank(), dist.get_world_size(), SilentRecorder(), device, backend))

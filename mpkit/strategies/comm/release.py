@@ -1,9 +1,9 @@
-"""The end of a process that is a rank: its process groups are freed while the interpreter is whole.
+"""The end of a rank's process: its process groups are freed while the interpreter is whole.
 
 A thread of gloo drops a communication shortly after the program has seen it complete, and needs Python's lock for that,
-because Python knows the tensors. A group that is freed waits for its threads. A thread of a group that is still there
-when the interpreter shuts down may ask for the lock too late: then the process aborts ("terminate called without an
-active exception"), after a training that was right. These hold a group that the program has destroyed:
+because Python knows the tensors. Freeing a group waits for its threads. If a group still exists when the interpreter
+shuts down, a thread may ask for the lock too late, and the process aborts ("terminate called without an active
+exception") after a correct training. These hold a group that the program has destroyed:
 
     mpkit    communicators, and the meshes that they come from
     torch    functions that were defined while the group existed and have it as a default argument; an optimizer's first
@@ -42,7 +42,7 @@ def keep(groups: Iterable[ProcessGroup]) -> None:
 
 
 def free_kept() -> None:
-    """Free the groups that were kept, after any DistributedDataParallel that the program has dropped."""
+    """Free the kept groups, after any DistributedDataParallel that the program has dropped."""
     if _kept:
         gc.collect()
         _kept.clear()

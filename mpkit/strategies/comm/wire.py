@@ -1,12 +1,12 @@
-"""Wire: what all communicators of a rank share, and the one function through which each communication is started.
+"""Wire: the state that all communicators of a rank share, and the one function that starts every communication.
 
     record      begin the communication's op in the trace, with the source line of the call
     publish     publish the call's fingerprint, and compare it with those of its peers
     start       call torch.distributed, which returns a handle
     wait        now or later, by `Work.wait`; the call is compared once more
 
-Where ranks share a GPU, their backend (gloo) takes host memory only: `prepare_send`, `make_buffer` and
-`finish_receive` stage tensors through it, and record the copies.
+If ranks share a GPU, their backend (gloo) takes host memory only: `prepare_send`, `make_buffer` and `finish_receive`
+stage tensors through it, and record the copies.
 """
 
 from __future__ import annotations
@@ -32,27 +32,20 @@ if TYPE_CHECKING:
 
 
 _WATCHED = DispatchKeySet(DispatchKey.BackendSelect)
-"""Where `mpkit.launch.watch` listens to calls of torch.distributed."""
+"""The dispatch key at which `mpkit.launch.watch` listens to calls of torch.distributed."""
 
 _ALLOCATE_NOTHING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST, Kind.SEND, Kind.RECV)
-"""The kinds whose start makes no tensors in gloo: what makes tensors passes through the same key."""
+"""The kinds whose start makes no tensors in gloo; the making of a tensor passes through the same key."""
 
 
 class CallNumber(NamedTuple):
-    """A communication as its ranks identify it: the group or the channel, and the number in it.
-
-    Attributes:
-        group: the group ("0,1,2,3"), or the channel of a message ("0>4#F3").
-        number: how many communications of that group or channel this rank issued before.
-        peer: the root of a collective or the other end of a message, a global rank; -1: there is none.
-        call: the call to compare with its peers' calls; None: not compared.
-    """
+    """A communication as its ranks identify it: the group or the channel, and the number in it."""
 
     kind: Kind
-    group: str
-    number: int
-    peer: int = -1
-    call: CheckedCall | None = None
+    group: str  # "0,1,2,3", or the channel of a message, "0>4#F3"
+    number: int  # of earlier communications of that group or channel
+    peer: int = -1  # the root or the other end, a global rank; -1: there is none
+    call: CheckedCall | None = None  # None: not compared with the peers' calls
 
 
 @dataclass
@@ -72,7 +65,7 @@ class Work:
     _value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until the communication is complete; return its result (a receive's buffer, an all-reduce's tensor)."""
+        """Block until the communication is complete; return its result, as a receive's buffer."""
         if self._value is None:
             record, waiting = self._record, self._waiting
             if waiting < 0:
@@ -105,44 +98,28 @@ class CompletedWork(NamedTuple):
 
 
 class Wire:
-    """One rank's end of all communication.
-
-    Args:
-        checks: compares calls with those of the peers; None: calls are not compared.
-
-    Attributes:
-        messages: the number of messages so far, by channel.
-        by_name: whether messages are matched by tag; otherwise they are matched by order, which both ends must keep.
-        staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
-        before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
-        layer: the layer whose parameters or gradients are sent; "" where that is not known.
-        what: the names of the parameters of which all ranks send their parts; "" where ranks cannot differ.
-        checks_of_layers: compares what ranks send parts of, where `checks` compares nothing; None: nothing does.
-    """
+    """One rank's end of all communication; `checks` compares calls with those of the peers."""
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        record: Recorder,
-        device: torch.device,
-        backend: str,
+        self, rank: int, world_size: int, record: Recorder, device: torch.device, backend: str,
         checks: CallChecks | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank, self.world_size = rank, world_size
         self.record, self.device, self.checks = record, device, checks
         self.communicators: dict[tuple[int, ...], Communicator] = {}
-        self.messages: dict[str, int] = {}
+        self.messages: dict[str, int] = {}  # by channel, their number so far
+        # Whether messages are matched by tag; otherwise by order, which both ends must keep.
         self.gloo, self.by_name = backend == "gloo", backend != "nccl"
-        self.staged = device.type != "cpu" and self.gloo
-        self.before: Callable[[], None] | None = None
+        self.staged = device.type != "cpu" and self.gloo  # tensors go through host memory
+        self.before: Callable[[], None] | None = None  # is called before each communication, to delay ranks
+        # The layer whose parameters or gradients are sent, and the names of the parameters of which ranks send parts.
         self.layer = self.what = ""
-        self.checks_of_layers: CallChecks | None = None
+        self.checks_of_layers: CallChecks | None = None  # compares these names where `checks` is None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     @contextmanager
     def sending_for(self, layer: str, what: str = "") -> Iterator[None]:
-        """Within the block, communication is recorded as that of a layer, and ranks compare what it is of."""
+        """Within the block, record communication as that of a layer, and let ranks compare `what` they send."""
         self.layer, self.what = layer, what
         try:
             yield
@@ -150,32 +127,23 @@ class Wire:
             self.layer = self.what = ""
 
     def take_message(self, kind: Kind, other: int, tag: int | str) -> tuple[str, int, tuple[int, int]]:
-        """Count a message to or from a global rank; return its channel, its number there, and the channel's ends.
-
-        Both ends know the channel as sender, receiver and tag: "0>4#F3".
-        """
+        """Count a message to or from a global rank; return its channel ("0>4#F3"), its number there, and both ends."""
         ends = src, dst = (self.rank, other) if kind == Kind.SEND else (other, self.rank)
         channel = f"{src}>{dst}#{tag}"
         self.messages[channel] = self.messages.get(channel, 0) + 1
         return channel, self.messages[channel] - 1, ends
 
     def issue(
-        self,
-        numbered: CallNumber,
-        nbytes: int,
-        start: Callable[[], Any],
-        result: Callable[[], Tensor],
-        *,
-        waits: bool = False,
-        rows: Sequence[int] = (),
-    ) -> Work:
+        self, numbered: CallNumber, nbytes: int, start: Callable[[], Any], result: Callable[[], Tensor],
+        *, waits: bool = False, rows: Sequence[int] = (),
+    ) -> Work:  # fmt: skip
         """Record a communication and start it.
 
         Args:
             result: called once the communication is complete; returns the result of `Work.wait`.
             waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the
                 communication. (A backend's thread may take the core during the start.)
-            rows: by member of the group, of an all-to-all of uneven parts.
+            rows: for each member of the group, in an all-to-all of uneven parts.
         """
         if self.before is not None:
             self.before()
@@ -203,11 +171,11 @@ class Wire:
         self, numbered: CallNumber, nbytes: int, start: Callable[[], Any], result: Callable[[], Tensor],
         rows: Sequence[int] = (),
     ) -> Tensor:  # fmt: skip
-        """Record a communication, start it, and wait for it; arguments are those of `issue`."""
+        """Record a communication, start it, and wait for it; see `issue`."""
         return self.issue(numbered, nbytes, start, result, waits=True, rows=rows).wait()
 
     def _hide_from_watch(self, kind: Kind) -> AbstractContextManager[Any]:
-        """Keep `mpkit.launch.watch` from listening to a call that is recorded here: passing through it takes time."""
+        """Bypass `mpkit.launch.watch`, which costs time, for a call that is recorded here."""
         unseen = self.gloo and kind in _ALLOCATE_NOTHING
         return _ExcludeDispatchKeyGuard(_WATCHED) if unseen else nullcontext()
 
@@ -215,9 +183,8 @@ class Wire:
 
     def prepare_send(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in a form that the backend can send: contiguous, detached, in host memory if staged."""
-        tensor = (
-            tensor.detach().resolve_conj().resolve_neg()
-        )  # backends send the memory, not what a view shows
+        # Backends send the memory, not what a view shows.
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if self.staged:
             op = self.record.begin(Kind.COPY_TO_HOST, nbytes=tensor.nbytes)
             tensor = tensor.cpu()
@@ -229,7 +196,7 @@ class Wire:
         return torch.empty(shape, dtype=like.dtype, device="cpu" if self.staged else like.device)
 
     def finish_receive(self, filled: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return what the backend filled, on this rank's device, copied `into` a tensor if one is given."""
+        """Return the received tensor on this rank's device, copied `into` a tensor if one is given."""
         if into is None:
             if not self.staged:
                 return filled
@@ -251,8 +218,6 @@ class Wire:
         if frame is None:
             return ""
         key = (frame.f_code, frame.f_lineno)
-        place = self._places.get(key)
-        if place is None:
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-            self._places[key] = place
-        return place
+        if key not in self._places:
+            self._places[key] = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return self._places[key]

@@ -1,5 +1,5 @@
-"""What a stage computes for a micro-batch, recorded; pipelines and nn.DataParallel's ranks both compute so.
+"""A stage's computations for a micro-batch, recorded, in pipelines and on nn.DataParallel's ranks.
 
-stage_work      the order: F, recomputation, and B or its two halves, I and W
-stage_forward   what F computes: the layers of a stage; at the last stage, the micro-batch's share of the loss
+stage_work      F, recomputation, and B or its two halves, I and W
+stage_forward   F: the layers of a stage; at the last stage, the micro-batch's share of the loss
 """

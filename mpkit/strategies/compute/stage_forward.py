@@ -1,16 +1,15 @@
-"""What F computes: the outputs of a stage for one micro-batch; at the last stage, the micro-batch's share of the loss.
+"""F: the outputs of a stage for one micro-batch; at the last stage, the micro-batch's share of the loss.
 
 A stage of a chain (`StageForward`) calls its layers one after the other; a stage of a partitioned model (`PartForward`)
 runs its part of the model's own forward.
 
-inputs      of the model: copied to the device, in the plan's precision
-layers      of the stage, with the micro-batch's own random numbers
+inputs      copy the model's inputs to the device, in the plan's precision
+layers      run the stage's layers, with the micro-batch's own random numbers
 loss        at the last stage; in an evaluation, the scores instead
-check       at the others: what goes to other ranks has the shapes that the dry run found
+check       at the others: the outputs have the shapes that the dry run found
 
 In an evaluation a micro-batch adds the loss and the user's metrics, each as [sum, weight]. A score is the quotient of
-these sums over all micro-batches of all batches: a mean over samples, or the total divided by the count where the loss
-or the metric returns (total, count).
+these sums over all batches: a mean over samples, or total / count if the loss or the metric returns (total, count).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
-    """Return what a metric function measures, by name: "" where it returns a single value."""
+    """Return a metric function's values by name; the name is "" if it returns a single value."""
     value = metric(output, targets)
     return {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {"": value}
 
@@ -48,11 +47,7 @@ def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
 def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int) -> tuple[Tensor, ...]:
     """Return the sums and weights of the loss and of each metric, one after the other, as float64 scalars.
 
-    Args:
-        job: read for the loss and the metrics.
-        output, targets: of the micro-batch.
-        weight: the micro-batch's share of its batch; 0 for a stand-in, which does not count.
-        size: the samples of the batch.
+    `weight` is the micro-batch's share of its batch of `size` samples; 0 for a stand-in, which does not count.
     """
     evaluation = job.how.evaluation
     assert evaluation is not None
@@ -60,27 +55,23 @@ def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int)
         output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
     # ---- loss
     value = _counted_loss(job.what.loss, output, targets, weight)
-    pairs: list[tuple[Any, Any]] = [
-        value if isinstance(value, tuple) else (value * weight * size, weight * size)
-    ]
+    pairs: list[Any] = [value if isinstance(value, tuple) else (value * weight * size, weight * size)]
     # ---- metrics
     if evaluation.metric is not None:
         values = measure_scores(evaluation.metric, output, targets)
         _check(tuple(values), evaluation.names[1:])
         for value in values.values():
-            counted = as_pair(value)
-            pairs.append(counted if counted is not None else (value * weight * size, weight * size))
-    there = 1.0 if weight else 0.0
+            pairs.append(as_pair(value) or (value * weight * size, weight * size))
     device = pairs[0][0].device
     flat = (torch.as_tensor(number, dtype=torch.float64, device=device) for pair in pairs for number in pair)
-    return tuple(number.detach().reshape(()) if there else torch.zeros_like(number) for number in flat)
+    return tuple(number.detach().reshape(()) if weight else torch.zeros_like(number) for number in flat)
 
 
 def _counted_loss(loss: Any, output: Any, targets: Value, weight: float) -> Any:
-    """Return the (total, count) of a loss, also of a mean of torch's; its value if what it divides by is not known.
+    """Return a loss's (total, count), also for one of torch's means; its value if its divisor is not known.
 
-    A batch that is computed in one part trains with the mean itself. Of an evaluation's several batches, each counts by
-    its targets that count, as in `mk.mean_loss`, and not by its samples.
+    Training on a batch in one part uses the mean itself. An evaluation weights its batches by the targets that count,
+    as in `mk.mean_loss`, and not by samples.
     """
     if isinstance(loss, WholeBatchLoss):
         return loss(output, targets, counts=weight > 0)
@@ -95,9 +86,8 @@ def _counted_loss(loss: Any, output: Any, targets: Value, weight: float) -> Any:
 
 
 def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    if len(names) != len(expected) or any(
-        a and f"eval {a}" != b for a, b in zip(names, expected, strict=True)
-    ):
+    pairs = zip(names, expected, strict=True)
+    if len(names) != len(expected) or any(a and f"eval {a}" != b for a, b in pairs):
         raise MpkitError(
             f"the metric function measured {', '.join(map(repr, names))} of this micro-batch, and "
             f"{', '.join(map(repr, expected))} of the first samples: it has to return the same names each time"
@@ -105,35 +95,22 @@ def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
 
 
 def keep_attention(attended: object = None) -> AbstractContextManager[None]:
-    """Return the context of a forward that has its sequences whole."""
+    """Return the context of a forward on whole sequences."""
     return nullcontext()
 
 
 class StageForward:
     """The forward of a chain's stage, step after step.
 
-    Args:
-        stage: the stage's layers.
-        attention: makes the context manager within which attention is over whole sequences.
-
-    Attributes:
-        attention: as above; recomputation needs it too.
-        computes_loss: whether this is the last stage.
-        attended: by micro-batch of the step, the pairs of a query and a key in attentions over divided sequences.
-        others: learns whether forwards draw random numbers that are not torch's; None: nobody wants to know.
-        facts: learns what the loss does; None: nobody wants to know.
-        evaluates: whether the last stage returns the scores of an evaluation (`scores`), and no loss.
+    `attention` makes the context manager within which attention is over whole sequences.
     """
 
-    evaluates = False
+    evaluates = False  # if so, the last stage returns the scores of an evaluation, and no loss
 
     def __init__(
-        self,
-        context: Context,
-        job: TrainJob,
-        stage: Stage,
+        self, context: Context, job: TrainJob, stage: Stage,
         attention: Callable[..., AbstractContextManager[Any]] = keep_attention,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number
         self.computes_loss = stage.number == len(job.where.stages) - 1
@@ -141,41 +118,37 @@ class StageForward:
         self._own = stage.sharded.draws
         self._replica = job.plan.mesh.place(context.rank).dp
         self.attention = attention
-        self.others: OtherDraws | None = None
-        self.facts: StepFacts | None = None
+        self.others: OtherDraws | None = None  # learns whether forwards draw numbers that are not torch's
+        self.facts: StepFacts | None = None  # learns what the loss does
         self._step = -1
         self._microbatches: list[MicroBatch] = []
-        self.attended: dict[int, int] = {}
+        self.attended: dict[int, int] = {}  # pairs of a query and a key of divided sequences, by micro-batch
 
     def begin_step(self, number: int, microbatches: list[MicroBatch]) -> None:
         """Set the step and micro-batches of the next forwards."""
         self._step, self._microbatches, self.attended = number, microbatches, {}
 
     def flops(self, key: Hashable) -> Flops:
-        """Return FLOPs and bytes of the forward and its backward, for micro-batches of this signature."""
+        """Return the FLOPs and bytes of the forward and its backward for micro-batches of this signature."""
         return self._job.where.flops(key, self._s)
 
     def _over_sequences(self, m: int) -> AbstractContextManager[Any]:
         """Return the context in which a micro-batch's attention is over whole sequences, and counted."""
-        self.attended[m] = 0  # also if the forward is repeated
+        self.attended[m] = 0  # anew if the forward is repeated
 
         def count(pairs: int) -> None:
             self.attended[m] += pairs
 
         return self.attention(count)
 
-    # ---- inputs -------------------------------------------------------------------------------------------
-
     def data(self, m: int) -> Value:
-        """Return the model's inputs, on the device and in the plan's precision."""
+        """Return a copy of the model's inputs on the device, in the plan's precision."""
         return self.onto_device(self._microbatches[m].inputs)
 
     def onto_device(self, inputs: Value) -> Value:
         """Return a copy of some of the model's inputs on the device, in the plan's precision."""
         copied = onto_device(inputs, self._device, self._record)
         return copied if self._dtype is None else cast(copied, self._dtype)
-
-    # ---- layers -------------------------------------------------------------------------------------------
 
     def draws(self, m: int, inputs: Value) -> Draws:
         """Return the random numbers of a micro-batch; `inputs` are the stage's."""
@@ -199,8 +172,6 @@ class StageForward:
                 return self.loss(m, output, draws)
         return self.check_output(m, output)
 
-    # ---- loss ---------------------------------------------------------------------------------------------
-
     def loss(self, m: int, output: Any, draws: Draws) -> tuple[Tensor, ...]:
         """Return the micro-batch's share of the loss, and its count where the loss has one."""
         microbatch = self._microbatches[m]
@@ -209,55 +180,39 @@ class StageForward:
         if self.evaluates:
             size = sum(each.samples for each in self._microbatches)
             return scores(self._job, output, targets, microbatch.weight, size)
-        of_targets = leaves(targets)
-        with (
-            nullcontext()
-            if self.facts is None
-            else self.facts.of_loss(len(of_targets[0]) if of_targets else 0)
-        ):
+        samples = len(leaves(targets)[0]) if leaves(targets) else 0
+        with nullcontext() if self.facts is None else self.facts.of_loss(samples):
             return loss_share(self._job, output, targets, microbatch.weight)
 
-    # ---- check --------------------------------------------------------------------------------------------
-
     def check_output(self, m: int, output: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of the output."""
-        expected, made = (
-            self._job.where.boundary(self._microbatches[m].key, self._s),
-            Boundary.from_output(output),
-        )
+        """Return the tensors of the output, whose shapes must be those that the dry run found."""
+        expected = self._job.where.boundary(self._microbatches[m].key, self._s)
+        made = Boundary.from_output(output)
         if made is None or made.shapes != expected.shapes:
-            raise ValueError(self._refusal(m, str(made or type(output).__name__), str(expected)))
+            raise ValueError(
+                f"stage {self._s} made {made or type(output).__name__} of micro-batch {m}, and {expected} of one of "
+                "the same shape before: the shapes that go from stage to stage may depend on the shapes of the data, "
+                "and not on its values. Plan.serial() has no stages to go between."
+            )
         return (output,) if isinstance(output, Tensor) else output
-
-    def _refusal(self, m: int, made: str, expected: str) -> str:
-        return (
-            f"stage {self._s} made {made} of micro-batch {m}, and {expected} of one of the same shape before: the "
-            "shapes that go from stage to stage may depend on the shapes of the data, and not on its values. "
-            "Plan.serial() has no stages to go between."
-        )
 
 
 class PartForward(StageForward):
-    """The forward of a part. Its inputs are what other stages made; every stage takes the data itself."""
+    """The forward of a partitioned model's stage: its inputs are other stages' outputs; every stage takes the data."""
 
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return what other stages need from this one; at the last stage, the micro-batch's share of the loss."""
-        assert (
-            isinstance(self._stage, PartitionedStage)
-            and isinstance(inputs, tuple)
-            and self._job.where.partition is not None
-        )
-        division = self._job.where.partition.divisions[self._microbatches[m].key]
+        stage, partition = self._stage, self._job.where.partition
+        assert isinstance(stage, PartitionedStage) and isinstance(inputs, tuple) and partition is not None
+        division = partition.divisions[self._microbatches[m].key]
         draws = self.draws(m, inputs)
         with draws.preserve_state(), self._over_sequences(m):
-            outputs, made = self._stage.run(division, self.data(m), inputs, draws)
+            outputs, made = stage.run(division, self.data(m), inputs, draws)
             return self.loss(m, outputs, draws) if self.computes_loss else made
 
 
 def loss_share(job: TrainJob, output: Any, targets: Value, weight: float) -> tuple[Tensor, ...]:
-    """Return a micro-batch's share of the loss, and its count where the loss has one
-    (`mpkit.strategies.loss.counted.shares`).
-    """
+    """Return a micro-batch's share of the loss, and its count if there is one (`strategies.loss.counted.shares`)."""
     if job.plan.precision != "full":
         output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
     if isinstance(job.what.loss, WholeBatchLoss):

@@ -1,4 +1,4 @@
-"""What one stage does for a micro-batch, recorded: its forward, and its backward, whole or in two halves.
+"""The work of one stage for a micro-batch, recorded: its forward, and its backward, whole or in two halves.
 
     forward        F   the stage's outputs, or the micro-batch's share of the loss
     recompute          the forward again, where it kept only its inputs
@@ -6,7 +6,7 @@
     input_grads    I   gradients of the inputs alone
     weight_grads   W   gradients of the weights alone
 
-What a forward keeps for its backward (`KeptForward`) is held here, by micro-batch, and released as soon as possible.
+`StageWork` holds what a forward keeps for its backward (`KeptForward`), and releases it as soon as possible.
 """
 
 from __future__ import annotations
@@ -41,19 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class KeptForward:
-    """What the forward of one micro-batch keeps.
+    """What the forward of one micro-batch keeps."""
 
-    Attributes:
-        inputs: the stage's inputs, which are leaves.
-        outputs: the stage's outputs; of a stage that is recomputed as a whole, the edges of its graph.
-        call: the call of a stage that is recomputed as a whole.
-        weight_grads: what I leaves for W.
-    """
-
-    inputs: Value
-    outputs: tuple[Any, ...] = ()
-    call: RecomputedCall | None = None
-    weight_grads: WeightGrads | None = None
+    inputs: Value  # leaves of autograd's graph
+    outputs: tuple[Any, ...] = ()  # or their edges in the graph, if the stage is recomputed as a whole
+    call: RecomputedCall | None = None  # of a stage that is recomputed as a whole
+    weight_grads: WeightGrads | None = None  # what I leaves for W
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -65,9 +58,7 @@ class KeptForward:
     ) -> tuple[list[Any], tuple[Tensor, ...]]:
         """Return the outputs from which the backward starts, and their gradients.
 
-        Args:
-            gradients: gradients of the outputs, by the output's number; None if the outputs are a share of the loss.
-            loss_scale: gradient of the loss.
+        `gradients` are by the output's number; None: the outputs are a share of the loss, whose gradient is the scale.
         """
         if gradients is None:
             losses = [loss for loss in self.outputs if loss.requires_grad]
@@ -76,12 +67,8 @@ class KeptForward:
 
 
 LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.RECOMPUTE: "F",
-    Kind.BACKWARD: "B",
-    Kind.INPUT_GRAD: "I",
-    Kind.WEIGHT_GRAD: "W",
-}
+    Kind.FORWARD: "F", Kind.RECOMPUTE: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W",
+}  # fmt: skip
 """The letters by which schedules name these computations."""
 
 
@@ -111,27 +98,23 @@ class StageWork:
         self._microbatches, self._loss_scale = microbatches, loss_scale
 
     def listen(self, heard: ForwardDraws | None) -> None:
-        """Note what forwards draw at random from now on; None: no longer."""
+        """Note what forwards draw at random from now on; stop at None."""
         self._heard = heard
         self._compute.others = None if heard is None else heard.others
 
     def watch(self, facts: StepFacts) -> None:
-        """Note from now on what forwards and the loss do."""
+        """Note what forwards and the loss do from now on."""
         if not self._compiled:
             self._facts = self._compute.facts = facts
 
-    def _key(self, m: int) -> Hashable:
-        """Return the signature of a micro-batch."""
-        return self._microbatches[m].key
-
     def _begin(self, kind: Kind, m: int) -> int:
         """Record the beginning of a computation with its FLOPs and bytes, and return its number."""
-        key = self._key(m)
-        flops = self._flops.get(key)
-        if flops is None:
-            flops = self._flops[key] = self._compute.flops(key)
+        key = self._microbatches[m].key
+        if key not in self._flops:
+            self._flops[key] = self._compute.flops(key)
+        flops = self._flops[key]
         done, nbytes = flops.cost_of(kind)
-        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including what is recomputed
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including recomputation
             if self._job.plan.recompute == "selective":
                 done, nbytes = done + flops.attention[0], nbytes + flops.attention[1]
             for block in self._stage.recomputed:
@@ -142,38 +125,28 @@ class StageWork:
         return self._record.begin(kind, name, stage=s, microbatch=m, flops=done, nbytes=nbytes)
 
     def _block_costs(self, key: Hashable) -> Callable[[str], tuple[float, int]]:
-        """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""
+        """Return a function from a block's name to the FLOPs and bytes of its forward."""
         return lambda block: self._job.where.block_cost(key, self._stage.number, self._stage.names, block)
 
-    # ---- F ------------------------------------------------------------------------------------------------
-
     def forward(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
-        """Return what the stage's forward computes from its inputs (`StageForward`)."""
+        """Run F: return the stage's outputs for these inputs (`StageForward`)."""
         op = self._begin(Kind.FORWARD, m)
-        if self._compute.evaluates:  # nothing is kept, for no backward
+        if self._compute.evaluates:  # no backward follows, so nothing is kept
             outputs = self._compute(m, inputs)
             track(outputs, self._record)
             self._record.end(op)
             return outputs
         kept = self._kept[m] = KeptForward(inputs)
         if self._recompute:
-            kept.call = RecomputedCall(
-                partial(self._compute, m, inputs),
-                self._record,
-                again=partial(self._again, m, inputs),
-                state=self._state,
-            )
+            run, again = partial(self._compute, m, inputs), partial(self._again, m, inputs)
+            kept.call = RecomputedCall(run, self._record, again=again, state=self._state)
             with self._hear_draws(m), self._hear_facts(m):
                 outputs = kept.call()
             edges = (get_gradient_edge(each) if each.requires_grad else each for each in outputs)
             kept.outputs = outputs if self._compute.computes_loss else tuple(edges)  # without their content
         else:
-            scope = RecomputeScope(
-                self._record,
-                self._compute.attention,
-                self._block_costs(self._key(m)),
-                self._stage.sharded.draws,
-            )
+            costs = self._block_costs(self._microbatches[m].key)
+            scope = RecomputeScope(self._record, self._compute.attention, costs, self._stage.sharded.draws)
             with (
                 self._record.memory.saving(),
                 AttentionAgain(self._record) if self._selective else nullcontext(),
@@ -187,20 +160,18 @@ class StageWork:
         return outputs
 
     def _hear_draws(self, m: int) -> AbstractContextManager[Any]:
-        """Return a context in which the random draws of a micro-batch's forward are heard, if somebody listens."""
+        """Return a context that hears the random draws of a micro-batch's forward, if wanted."""
         if self._heard is None or self._compiled:
             return nullcontext()
         return HeardDraws(self._heard.draws.setdefault((self._stage.number, m), []), self._heard)
 
     def _hear_facts(self, m: int) -> AbstractContextManager[Any]:
-        """Return a context in which it is noted what a micro-batch's forward does."""
+        """Return a context that notes what a micro-batch's forward does, if wanted."""
         data = leaves(self._microbatches[m].inputs)
         return nullcontext() if self._facts is None else self._facts.of_forward(len(data[0]) if data else 0)
 
-    # ---- recompute ----------------------------------------------------------------------------------------
-
     def recompute(self, m: int) -> None:
-        """Recompute what the forward did not keep, if the plan says so; no gradient of the outputs is needed."""
+        """Run the forward again if it kept only its inputs; this needs no gradient of the outputs."""
         if self._recompute:
             call = self._kept[m].call
             assert call is not None
@@ -211,18 +182,11 @@ class StageWork:
         self._compute(m, inputs)
         self._record.end(op)
 
-    # ---- B ------------------------------------------------------------------------------------------------
-
     def backward(self, m: int, gradients: dict[int, Tensor] | None, last: bool) -> tuple[Tensor, ...]:
-        """Return the gradients of the inputs; the gradients of the weights are added to their `.grad`.
+        """Run B: add to the weights' gradients, and return the gradient of each input that requires one.
 
-        Args:
-            gradients: gradients of the outputs that have one, by the output's number; None if the forward computed
-                the loss, whose gradient is the loss scale.
-            last: whether this is the stage's last backward in the step.
-
-        Returns:
-            The gradient of each input that requires one.
+        `gradients` are those of outputs that have one, by the output's number; None if the forward computed the loss,
+        whose gradient is the loss scale. `last` is whether this is the stage's last backward in the step.
         """
         kept = self._kept.pop(m)
         op = self._begin(Kind.BACKWARD, m)
@@ -233,25 +197,22 @@ class StageWork:
         self._record.end(op)
         return self._of_inputs(kept, [tensor.grad for tensor in kept.differentiable])
 
-    # ---- I and W ------------------------------------------------------------------------------------------
-
     def input_grads(self, m: int, gradients: dict[int, Tensor] | None) -> tuple[Tensor, ...]:
-        """Run the backward's first half: like `backward`, but without gradients of the weights."""
+        """Run I: like `backward`, but without gradients of the weights."""
         kept = self._kept[m]
         op = self._begin(Kind.INPUT_GRAD, m)
         outputs, starts = kept.roots(gradients, self._loss_scale)
         with self._sync.backward(self._stage.number, last=False, half="I"):
             grads, kept.weight_grads = input_grads(outputs, starts, kept.differentiable)
             of_inputs = self._of_inputs(kept, grads)
-            # What W needs is in `weight_grads`.
-            kept.inputs = kept.outputs = ()
+            kept.inputs = kept.outputs = ()  # W needs only `weight_grads`
             del outputs, starts
             track(kept.weight_grads.held_gradients(), self._record)
         self._record.end(op)
         return of_inputs
 
     def weight_grads(self, m: int, last: bool) -> None:
-        """Run the second half: compute the gradients of the weights, and add them to their `.grad`."""
+        """Run W: compute the gradients of the weights, and add them to their `.grad`."""
         kept = self._kept.pop(m)
         assert kept.weight_grads is not None, "a valid schedule has I before W"
         op = self._begin(Kind.WEIGHT_GRAD, m)
@@ -260,7 +221,7 @@ class StageWork:
         self._record.end(op)
 
     def _of_inputs(self, kept: KeptForward, grads: list[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the gradients of the inputs, with zeros for inputs that the outputs do not depend on."""
+        """Return the gradients of the inputs: zeros for inputs that the outputs do not depend on."""
         pairs = zip(kept.differentiable, grads, strict=True)
         gradients = tuple(torch.zeros_like(tensor) if grad is None else grad for tensor, grad in pairs)
         track(gradients, self._record)

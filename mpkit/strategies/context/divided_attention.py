@@ -2,13 +2,11 @@
 
 While the mode is on, each call of `torch.nn.functional.scaled_dot_product_attention` is ring attention over the axis,
 or Ulysses attention. Everything else in a transformer (embeddings, linear layers, norms, MLPs) works on one token at a
-time, and so is correct on a part. Other functions that are known to look at several tokens are refused.
+time, and so is correct on a part. The mode rejects other functions that are known to look at several tokens.
 
 A ring keeps its inputs, its output and the log-sum-exp for the backward, and no scores, so selective recomputation
 (`mpkit.strategies.stage.recompute`) has nothing left to save; under Ulysses it computes a rank's heads again.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable
@@ -38,30 +36,19 @@ RECOMPUTES = {
 
 
 class ContextParallel(TorchFunctionMode):
-    """Computes attention over the sequences of all ranks of an axis, inside the block. All ranks run the same forward.
+    """Within the block, compute attention over the sequences of all ranks of an axis, which run the same forward.
 
     The backward needs no mode. Together with `AttentionAgain`, or another mode that sees the model's forward, this one
     has to be the inner one, which replaces the attention: `with AttentionAgain(), ContextParallel(group):`.
-
-    >>> from mpkit.strategies.comm.fake_group import FakeGroup
-    >>> q, k, v = (torch.zeros(1, 1, 3, 2) for _ in range(3))
-    >>> with ContextParallel(FakeGroup(4)) as mode:
-    ...     y = scaled_dot_product_attention(q, k, v)
-    >>> y.shape, mode.calls
-    (torch.Size([1, 1, 3, 2]), 1)
 
     A rank's loss is the mean over its own tokens; with n ranks of equally many tokens, each has weight 1/n. Losses that
     leave out tokens (ignore_index) are the mean over the rest: if parts have different numbers of those, the mean
     of the ranks' means is not the mean over all.
 
     Args:
-        group: the ranks of the axis along which the sequence is divided.
-        order: which part of it each rank has (`mpkit.strategies.context.sequence`).
-        ulysses: whether they divide the heads; otherwise keys and values go round them.
+        order: which part of the sequence each rank has (`mpkit.strategies.context.sequence`).
+        ulysses: whether ranks divide the heads; otherwise keys and values go round them.
         attended: is called with the number of pairs of a query and a key that an attention computed on this rank.
-
-    Attributes:
-        calls: number of attentions so far.
 
     Raises:
         ValueError: a function called inside is attention with a mask or dropout, something else that looks at several
@@ -70,21 +57,17 @@ class ContextParallel(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        group: Communicator,
-        order: str = "contiguous",
-        draws: OwnDraws | None = None,
-        ulysses: bool = False,
-        attended: Callable[[int], None] | None = None,
-    ) -> None:
+        self, group: Communicator, order: str = "contiguous", draws: OwnDraws | None = None,
+        ulysses: bool = False, attended: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.group, self.order, self.calls = group, order, 0
+        self.group, self.order, self.calls = group, order, 0  # calls of attention
         self._draws, self._ulysses, self._attended = draws or OwnDraws(), ulysses, attended
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace attention, refuse what looks at several tokens otherwise, and run any other function as it is."""
+        """Replace attention, reject other functions of several tokens, and run the rest unchanged."""
         kwargs = kwargs or {}
         if self.group.size == 1:
             self.calls += func is scaled_dot_product_attention
@@ -96,17 +79,9 @@ class ContextParallel(TorchFunctionMode):
         return drawn_by(self._draws, func, args, kwargs)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         n = self.group.size
         if dropout_p:
             raise ValueError(
@@ -144,20 +119,15 @@ class ContextParallel(TorchFunctionMode):
                 return  # it hides nothing
         except DataDependentOutputException as error:  # a mask without content
             unknown = error
+        jumps = "" if self.order == "contiguous" else (
+            " In zigzag order positions jump, which transformers' decoders with use_cache=False take for the "
+            "beginning of another text, and mask: order='contiguous' has none."
+        )  # fmt: skip
         raise ValueError(
             f"Attention over cp={self.group.size} ranks takes no mask but is_causal, and was given one of shape "
             f"{list(mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences without "
-            "padding need none; packed documents, sliding windows, relative positions and prefixes need cp=1."
-            f"{self._jumps()}"
+            f"padding need none; packed documents, sliding windows, relative positions and prefixes need cp=1.{jumps}"
         ) from unknown
-
-    def _jumps(self) -> str:
-        if self.order == "contiguous":
-            return ""
-        return (
-            " In zigzag order positions jump, which transformers' decoders with use_cache=False take for the "
-            "beginning of another text, and mask: order='contiguous' has none."
-        )
 
     def check_used(self) -> None:
         """Check, after a forward, that it called attention."""
@@ -172,7 +142,7 @@ class ContextParallel(TorchFunctionMode):
 
 
 def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse functions that look at several tokens without being an attention."""
+    """Reject functions that look at several tokens without being an attention."""
     if name in CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if isinstance(weight, Tensor) and all(size == 1 for size in weight.shape[2:]):
@@ -191,7 +161,7 @@ def _refuse(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_frames() -> None:
-    """Refuse an attention that is recomputed in the backward, where it would see this rank's tokens alone."""
+    """Reject an attention that is recomputed in the backward, where it would see this rank's tokens only."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         remedy = RECOMPUTES.get(frame.f_globals.get("__name__", ""))

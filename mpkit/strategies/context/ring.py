@@ -1,15 +1,15 @@
 """Ring attention: exact attention over a sequence of which each of n ranks has a part.
 
-Each rank keeps its queries. Keys and values are passed around the ring: in step r, rank i computes with those of rank
-j = i - r (mod n) while the next ones are being sent, and merges the result by its log-sum-exp.
+Each rank keeps its queries, and ranks pass keys and values around the ring: in step r, rank i computes with those of
+rank j = i - r (mod n) while the next ones are being sent, and merges the result by its log-sum-exp.
 
     forward     for r in 0 .. n-1:  send k, v of j to i+1, receive those of j-1 from i-1;  attend and merge meanwhile
     backward    the same ring, and dk, dv of j follow: each rank adds its share, and they end on rank j
 
 Let a block be the |k| + |v| elements of one rank. Each rank sends n - 1 blocks in the forward; in the backward n - 1
 again, and n - 1 blocks of gradients, in fp32 at least. (These start on the first rank that a block visits, and end on
-its own, whose share is added there.) Under a causal mask, a block that lies after all of a rank's own queries is passed
-on without computation.
+its own, whose share is added there.) Under a causal mask, a rank passes on a block that lies after all of its own
+queries without computation.
 
 `mpkit.strategies.reference.ring_attention` is the algorithm, but autograd keeps every block that passes
 through. This module adds a backward that does not, sends behind the computation, zigzag order and grouped queries.
@@ -17,9 +17,8 @@ through. This module adds a backward that does not, sends behind the computation
 Source: Liu, Zaharia & Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3
 and Algorithm 1.
 
-How blocks are merged: each query's softmax runs over all keys. For a block of them there are an output, normalized
-within the block, and the logarithm of the sum of the exponentials (log-sum-exp); these two are enough to merge blocks
-in any order.
+Each query's softmax runs over all keys. A block of keys yields an output, normalized within the block, and the
+logarithm of the sum of the exponentials (log-sum-exp); these two are enough to merge blocks in any order.
 
     attend      S = scale q k^T,  lse = log sum exp S,  o = exp(S - lse) v
     merge       lse = log(exp lse_a + exp lse_b),  o = o_a + w (o_b - o_a) with w = exp(lse_b - lse)
@@ -33,11 +32,11 @@ Sources: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018
 Shapes: queries q [b, h, q, d], keys k [b, h, k, d] and values v [b, h, k, e]; outputs o [b, h, q, e] and lse [b, h, q].
 Everything is in fp32 at least.
 
-A step of a ring computes tiles: a run of this rank's queries by a run of the keys that passes.
+A step of a ring computes tiles: a run of this rank's queries by a run of the passing keys.
 
-    whole       the run of keys lies before that of queries: each query attends to each key
+    whole       the keys lie before the queries: each query attends to each key
     diagonal    both are the same tokens: each query attends to the keys up to its own
-    none        the keys lie later: they are passed on without computation
+    none        the keys lie later: no computation
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Return whether the kernels for CPUs take these tensors: of one width, whose elements are adjacent."""
-    return all(
-        each.is_cpu and each.stride(-1) == 1 and each.shape[-1] == tensors[0].shape[-1] for each in tensors
-    )
+    """Return whether the kernels for CPUs take these tensors: of one width, with adjacent elements."""
+    width = tensors[0].shape[-1]
+    return all(each.is_cpu and each.stride(-1) == 1 and each.shape[-1] == width for each in tensors)
 
 
 def _scores(q: Tensor, k: Tensor, diagonal: bool, scale: float) -> Tensor:
@@ -107,13 +105,7 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float, out: Tensor, lse: Tensor, do: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block of keys' share of dq, and the block's dk and dv from these queries.
-
-    Args:
-        q, k, v, diagonal, scale: as for `attend`.
-        out, lse: output and log-sum-exp of the queries over the whole sequence.
-        do: gradient of the output.
-    """
+    """Return a block's share of dq, and its dk and dv from these queries; out and lse are of the whole sequence."""
     if _has_kernel(q, k, v, out, do):
         dq, dk, dv = _scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, diagonal, scale=scale
@@ -132,7 +124,7 @@ class Tile(NamedTuple):
     diagonal: bool
 
     def join(self, after: Tile) -> list[Tile]:
-        """Return both tiles, or one if both are whole and only their keys, which adjoin, differ, or their queries."""
+        """Merge with an adjoining tile if both are whole and differ in keys or queries only; else return both."""
         if self.diagonal or after.diagonal:
             return [self, after]
         if self.queries == after.queries and self.keys.stop == after.keys.start:
@@ -143,26 +135,21 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key that it attends to, in one head of one sample."""
+        """The number of pairs of a query and a key in one head of one sample."""
         q, k = (run.stop - run.start for run in (self.queries, self.keys))
         pairs: int = q * (q + 1) // 2 if self.diagonal else q * k
         return pairs
 
 
 class Tiles:
-    """Which runs of a rank's queries attend to which runs of another rank's keys.
-
-    Args:
-        group, is_causal, order: as for `ring_attention`.
-        length: the number of queries per sequence on this rank.
-    """
+    """Which runs of a rank's queries, `length` per sequence, attend to which runs of another rank's keys."""
 
     def __init__(self, group: Communicator, is_causal: bool, order: str, length: int) -> None:
         self._n, self._i, self._causal = group.size, group.index, is_causal
         self._order, self._length = order, length
 
     def tiles_of(self, r: int, keys: int) -> list[Tile]:
-        """Return the tiles of step r, in which so many keys per sequence are here.
+        """Return the tiles of step r, with so many keys per sequence.
 
         >>> from mpkit.strategies.comm.fake_group import FakeGroup
         >>> tiles = Tiles(FakeGroup(2, index=1), True, "zigzag", 8)
@@ -191,16 +178,9 @@ class Tiles:
 
 
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Communicator,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    order: str = "contiguous",
-    attended: Callable[[int], None] | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, group: Communicator, *, is_causal: bool = False, scale: float | None = None,
+    order: str = "contiguous", attended: Callable[[int], None] | None = None,
+) -> Tensor:  # fmt: skip
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
     >>> import mpkit as mk
@@ -217,18 +197,11 @@ def ring_attention(
     Args:
         q: [batch, heads, s/n, d], or without heads.
         k: [batch, key heads, s'/n, d]; the key heads divide the heads: as many consecutive heads share each.
-        v: [batch, key heads, s'/n, e].
-        group: the ranks of the axis along which the sequence is divided.
+        v: [batch, key heads, s'/n, e]. The result is [batch, heads, s/n, e], in q's dtype.
         is_causal: whether each token attends only to itself and those before it; then s' = s.
         scale: factor of q k^T; None for 1/sqrt(d).
         order: which part of the sequence each rank has, "contiguous" or "zigzag".
         attended: is called with the number of pairs of a query and a key on this rank, in all samples and heads.
-
-    Returns:
-        [batch, heads, s/n, e], in q's dtype.
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit each other.
     """
     check_shapes(q, k, v, is_causal, len(pieces(0, group.size, order)))
     flat = q.dim() == 3
@@ -265,15 +238,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: Communicator,
-        tiles: Tiles,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Communicator, tiles: Tiles, scale: float,
         attended: Callable[[int], None] | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         queries = wide(q)
         out = queries.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = queries.new_full(q.shape[:-1], -torch.inf)
@@ -318,7 +285,7 @@ class _Ring(torch.autograd.Function):
                 )  # fmt: skip
                 dq[:, :, mine].add_(of_queries)
                 shares.append((theirs, _sum_heads(of_keys, k), _sum_heads(of_values, v)))
-            # ---- which joins those of the ranks before, and follows j
+            # ---- add it to those of the ranks before, and send the sum after j
             total = torch.zeros_like(wide(block)) if following is None else following.wait()
             dk, dv = _unpack(total, k, v)
             for theirs, of_keys, of_values in shares:
@@ -330,7 +297,7 @@ class _Ring(torch.autograd.Function):
                 following = _RingExchange(group, total, f"G{r}")
             block = moving.wait() if moving else block
         assert own is not None
-        # ---- and end with j
+        # ---- receive the sum of this rank's own dk, dv
         own = own if following is None else following.wait().add_(own)
         dk, dv = _unpack(own, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
@@ -339,7 +306,7 @@ class _Ring(torch.autograd.Function):
 class _RingExchange:
     """A tensor being sent to the next rank, and another one being received from the rank before.
 
-    Where a backend matches messages by order and not by name, some ranks have to receive first.
+    For a backend that matches messages by order and not by name, some ranks have to receive first.
     """
 
     def __init__(self, group: Communicator, tensor: Tensor, tag: str) -> None:
@@ -355,7 +322,7 @@ class _RingExchange:
             self._sent, self._received = send(), receive()
 
     def wait(self) -> Tensor:
-        """Wait for both, and return the tensor that was received."""
+        """Wait for both, and return the received tensor."""
         self._sent.wait()
         return self._received.wait()
 
@@ -373,11 +340,10 @@ def _sum_heads(gradient: Tensor, keys: Tensor) -> Tensor:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Pack keys and values as one message."""
     return torch.cat([k.flatten(), v.flatten()])
 
 
 def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensors in a message as views in the shapes of k and v."""
+    """Return the two tensors in a message, as views in the shapes of k and v."""
     keys, values = block.split([k.numel(), v.numel()])
     return keys.view(k.shape), values.view(v.shape)

@@ -8,11 +8,9 @@ A sequence of s tokens is cut into pieces of equal length, and rank i of n has
 A model counts positions from 0. On a rank that has piece p, of c tokens, they are p c to p c + c - 1.
 
 Under a causal mask a token attends only to itself and those before it. So with contiguous pieces the last rank has the
-most to compute, and the others wait for it. In zigzag order all ranks have the same, since a rank with an early piece
-has a late one, too. (Llama 3's training: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.)
+most to compute, and the others wait for it. In zigzag order all ranks compute equally much, since a rank with an early
+piece has a late one, too. (Llama 3's training: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.)
 """
-
-from __future__ import annotations
 
 import inspect
 from functools import partial
@@ -42,21 +40,15 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
     """Return rank i's part of inputs or targets along dimension 1 of each tensor that has one, as views if possible.
 
     >>> tokens = torch.arange(16).view(2, 8)
-    >>> sequence_part(tokens, 1, 2)
-    tensor([[ 4,  5,  6,  7],
-            [12, 13, 14, 15]])
     >>> sequence_part({"tokens": tokens, "lengths": torch.tensor([8, 8])}, 0, 2, "zigzag")
     {'tokens': tensor([[ 0,  1,  6,  7], [ 8,  9, 14, 15]]), 'lengths': tensor([8, 8])}
-
-    Args:
-        value: a tensor, a tuple or a dict of tensors [batch, s, ...].
     """
     wanted = pieces(index, n, order)
 
     def part(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2 or n == 1:
             return tensor
-        assert tensor.shape[1] % (n * len(wanted)) == 0, "check_sequences says so before"
+        assert tensor.shape[1] % (n * len(wanted)) == 0, "check_sequences rejects it before"
         length = tensor.shape[1] // (n * len(wanted))
         slices = [tensor.narrow(1, piece * length, length) for piece in wanted]
         return slices[0] if len(slices) == 1 else torch.cat(slices, 1)
@@ -65,12 +57,7 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
 
 
 def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contiguous") -> int:
-    """Return the length s that all tensors have in common, after checking that n ranks can share it.
-
-    Raises:
-        ValueError: the tensors have no common length, or n ranks do not divide it; or the data contains something about
-            the sequence as a whole.
-    """
+    """Return the length s that all tensors have in common, after checking that n ranks can share the data."""
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: it is {' or '.join(map(repr, ORDERS))}.")
     tensors = [*leaves(inputs), *leaves(targets)]
@@ -100,7 +87,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
 
 
 def _check_names(value: Value, n: int) -> None:
-    """Refuse inputs that transformers' models would apply to the whole sequence, although it is a part."""
+    """Reject inputs that transformers' models would apply to a part as if it were the whole sequence."""
     check_not_packed(value, n)
     if not isinstance(value, dict):
         return
@@ -136,7 +123,7 @@ TOKENS = ("input_ids", "inputs_embeds")
 
 
 def positions_of(length: int, part: tuple[int, ...], device: torch.device | None = None) -> Tensor:
-    """Return the positions of the tokens of some pieces, [length].
+    """Return the positions [length] of the tokens of some pieces.
 
     >>> positions_of(4, (0, 3))
     tensor([0, 1, 6, 7])
@@ -146,9 +133,9 @@ def positions_of(length: int, part: tuple[int, ...], device: torch.device | None
 
 
 def shift_positions(model: nn.Module, group: Communicator, order: str = "contiguous") -> int:
-    """Set in a model which part of the sequences it will receive, once per model.
+    """Tell a model, once, which part of sequences it will receive; return how many of its modules take positions.
 
-    In the kit's GPT the embedding is set. Any other module whose forward takes position_ids, and input_ids or
+    In the kit's GPT this is the embedding. Any other module whose forward takes position_ids, and input_ids or
     inputs_embeds, [batch, time], as transformers' models do, receives the position_ids, unless its caller passes some.
 
     >>> from mpkit.strategies.models.gpt import GPT
@@ -156,21 +143,18 @@ def shift_positions(model: nn.Module, group: Communicator, order: str = "contigu
     >>> model = GPT(layers=1)
     >>> shift_positions(model, FakeGroup(4, 2)), model.embedding.pieces
     (1, (2,))
-
-    Returns:
-        The number of modules that were set; 0 if none takes positions, or if the model counts them internally.
     """
-    part, told = pieces(group.index, group.size, order), 0
+    part, count = pieces(group.index, group.size, order), 0
     inner: set[nn.Module] = set()  # whose positions an outer module passes on
     for module in model.modules():
         if isinstance(module, Embedding):
             module.pieces = part
-            told += 1
+            count += 1
         elif module not in inner and _takes_positions(module):
             module.register_forward_pre_hook(partial(_add_positions, part), with_kwargs=True)
             inner.update(module.modules())
-            told += 1
-    return told
+            count += 1
+    return count
 
 
 def _takes_positions(module: nn.Module) -> bool:
@@ -181,7 +165,7 @@ def _takes_positions(module: nn.Module) -> bool:
 def _add_positions(
     part: tuple[int, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """Add the position_ids to a forward's arguments, as a forward pre-hook."""
+    """Add the position_ids to a forward's arguments."""
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     tokens = next((given.arguments[name] for name in TOKENS if given.arguments.get(name) is not None), None)
     if given.arguments.get("position_ids") is not None or tokens is None:

@@ -5,18 +5,15 @@
     divide tokens   the output: [b, h/n, s, e] becomes [b, h, s/n, e]
 
 In each of the four all-to-alls of a forward a rank sends (n-1)/n of its part of a tensor: together 4 b s h/n (n-1)/n
-elements, which shrinks with n, where a ring's n - 1 blocks of keys and values stay as many as 2 b s h (n-1)/n. But n
-cannot exceed the number of heads, and nothing is sent behind the computation.
+elements, which shrinks with n, while a ring's n - 1 blocks of keys and values remain 2 b s h (n-1)/n. But n cannot
+exceed the number of heads, and no communication overlaps with computation.
 
-With grouped queries n ranks divide the heads of keys too; if n is a multiple of these, each is sent to several ranks.
-
+With grouped queries n ranks divide the heads of keys too; if n is a multiple of these, each goes to several ranks.
 `mpkit.strategies.reference.ulysses` is the algorithm.
 
 Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, section 3.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -28,15 +25,9 @@ from mpkit.strategies.tensor.operators import conjugate
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Communicator,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, group: Communicator, *, is_causal: bool = False, scale: float | None = None,
     attended: Callable[[int], None] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
     >>> import torch, mpkit as mk
@@ -52,16 +43,8 @@ def ulysses_attention(
     Args:
         q: [batch, heads, s/n, d].
         k: [batch, key heads, s/n, d]; the key heads divide the heads.
-        v: [batch, key heads, s/n, e].
-        group: the n ranks that divide the heads.
-        is_causal, scale: as for `scaled_dot_product_attention`.
+        v: [batch, key heads, s/n, e]. The result is [batch, heads, s/n, e], in q's dtype.
         attended: is called with the number of pairs of a query and a key on this rank, in all samples and heads.
-
-    Returns:
-        [batch, heads, s/n, e], in q's dtype.
-
-    Raises:
-        ValueError: n ranks cannot divide the heads.
     """
     n = group.size
     _check_heads(q, k, n)
@@ -99,17 +82,13 @@ def _check_heads(q: Tensor, k: Tensor, n: int) -> None:
 
 def divide_heads(group: Communicator, x: Tensor) -> Tensor:
     """Return this rank's heads of the whole sequence: [b, h, s/n, d] -> [b, h/n, s, d]."""
-    parts = (
-        x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
-    )  # [n, b, h/n, s/n, d], by the receiver
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, b, h/n, s/n, d], by receiver
     whole: Tensor = group.all_to_all(parts).movedim(0, 2).flatten(2, 3)
     return whole
 
 
 def divide_tokens(group: Communicator, x: Tensor) -> Tensor:
     """Return all heads of this rank's tokens: [b, h/n, s, d] -> [b, h, s/n, d]."""
-    parts = (
-        x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
-    )  # [n, b, h/n, s/n, d], by the receiver
+    parts = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()  # [n, b, h/n, s/n, d], by receiver
     tokens: Tensor = group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
     return tokens

@@ -3,8 +3,6 @@
 The functions below create data for examples; training accepts any sequence of (inputs, targets).
 """
 
-from __future__ import annotations
-
 from mpkit.strategies.data.datasets import Batch, images, spirals, text, text_batches
 from mpkit.strategies.data.digest import data_digest, sample_digests
 

@@ -1,17 +1,13 @@
 """Batches: a map-style dataset in batches, shuffled and distributed to ranks as by torch's DistributedSampler.
 
-Step i takes batch i % len of epoch i // len; each epoch has an order of its own. Any part of any batch can be
-requested by position, so a rank loads only its own samples, and a training that resumes in the middle of an epoch
-needs only the number of its step.
+Step i takes batch i % len of epoch i // len; each epoch has an order of its own. Any part of any batch can be loaded by
+position, so a rank loads only its own samples, and a training resumes in the middle of an epoch from its step's number.
 
-A dataset may change its samples at random (crops, flips, noise). Each sample draws from a seed of its own: the seed of
-the batches, the step, and the sample's index. So a step's batch is the same on any number of ranks and workers, on the
-first and the last stage of a pipeline, and in the notebook; no two samples of a batch draw the same; and each epoch
-draws anew. That holds for the generators of torch, NumPy and Python, and for those that the dataset or one of its
-transforms keeps.
+A dataset may change its samples at random (crops, flips, noise). Each sample draws from a seed made of the batches'
+seed, the step, and the sample's index. So a step's batch is the same on any number of ranks and workers, on the first
+and the last stage of a pipeline, and in the notebook; no two samples of a batch draw the same; and each epoch draws
+anew. That holds for the generators of torch, NumPy and Python, and for those of the dataset and its transforms.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -32,7 +28,7 @@ from mpkit.strategies.models.randomness import preserve_random_state, seed_of
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LEAVES = (str, bytes, int, float, type, Tensor, nn.Parameter, np.ndarray, *KINDS)
 MOST = 10_000
-"""Objects that are looked into for generators; a list of more samples than that holds none."""
+"""Objects that are searched for generators; a longer list of samples holds none."""
 
 
 class SampleDraws:
@@ -50,12 +46,10 @@ class SampleDraws:
         for generator in self._own:
             if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = type(generator.bit_generator)(seed).state
-            elif isinstance(generator, np.random.RandomState):
-                generator.seed(seed % 2**32)
             elif isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             else:
-                generator.seed(seed)
+                generator.seed(seed % 2**32 if isinstance(generator, np.random.RandomState) else seed)
 
 
 def _generators(root: Any) -> Iterator[Any]:
@@ -69,9 +63,7 @@ def _generators(root: Any) -> Iterator[Any]:
         seen.add(id(value))
         if isinstance(value, KINDS):
             yield value
-        to_do += [
-            inner for inner in _parts(value) if isinstance(inner, KINDS) or not isinstance(inner, LEAVES)
-        ]
+        to_do += [each for each in _parts(value) if isinstance(each, KINDS) or not isinstance(each, LEAVES)]
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -112,16 +104,15 @@ class Batches:
     the ranks in turn. Unlike DistributedSampler it pads nothing: `train` weights a batch correctly that does not divide
     evenly among the ranks, or a smaller last batch, and no sample is lost or seen twice.
 
-    Before each sample of each step the generators of torch, NumPy and Python are seeded, and those that the dataset
-    keeps. So random augmentation gives every sample the same on any number of ranks and workers, and another each time.
+    Before each sample of each step, the generators of torch, NumPy, Python and the dataset are seeded. So random
+    augmentation is the same on any number of ranks and workers, and another one in each epoch.
 
     Args:
         dataset: has len(dataset) samples; dataset[i] returns (inputs, targets) of one sample, each a tensor, a number
-            or an array, or a tuple or dict of these, which torch's default_collate combines. It is pickled to be sent
-            to the ranks.
+            or an array, or a tuple or dict of these, which torch's default_collate combines. Ranks receive it pickled.
         batch_size: samples per batch, over all ranks together.
         shuffle: shuffle anew in each epoch; otherwise keep the dataset's own order.
-        seed: the seed of the order, and of what samples draw; it does not affect the ranks' random state.
+        seed: the seed of the order and of the samples' draws; it does not affect the ranks' random state.
         drop_last: leave out an epoch's last batch if it is smaller than the others.
         num_workers: processes on each rank that load its samples ahead of time, as in DataLoader; 0: the rank loads
             them itself, step by step. The time that a rank waits for its samples has its own lane on the timeline.
@@ -196,8 +187,6 @@ class Batches:
         order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
         return order
 
-    # ---- what a rank requests (`mpkit.strategies.job.feed`)
-
     def size(self, step: int) -> int:
         """Return the number of samples in the batch of a step."""
         return min(self.batch_size, self.samples - step % len(self) * self.batch_size)
@@ -207,10 +196,7 @@ class Batches:
         return self._load(self.indices(step)[which], step)
 
     def key(self, step: int, which: slice) -> Hashable:
-        """Return the `signature` of a part without loading it.
-
-        All samples are assumed to have the shapes of the first one.
-        """
+        """Return the `signature` of a part without loading it; all samples should have the first one's shapes."""
         k = len(range(self.size(step))[which])
         return tuple((name, (k, *shape[1:]), dtype) for name, shape, dtype in self._one)
 
@@ -247,11 +233,7 @@ class Batches:
 
 
 def check_tensor(tensor: Tensor, what: str) -> None:
-    """Check that a tensor has rows of numbers, so that it can be cut into micro-batches and sent.
-
-    Raises:
-        ValueError: the tensor is on the meta device, sparse, nested or quantized.
-    """
+    """Check that a tensor has rows of numbers, so that it can be cut into micro-batches and sent."""
     reason = ""
     if tensor.is_meta:
         reason = "are on the meta device and hold no numbers: make them on the CPU, as torch.randn(8, 4) does"
@@ -269,11 +251,7 @@ def check_tensor(tensor: Tensor, what: str) -> None:
 
 
 def as_value(value: Any, what: str) -> Value:
-    """Return inputs or targets on the CPU, as a tensor, a tuple or a dict of tensors.
-
-    Raises:
-        ValueError: they are something else, or a tensor has no rows of numbers.
-    """
+    """Return inputs or targets on the CPU, as a tensor, a tuple or a dict of tensors; `what` they are is for errors."""
     if isinstance(value, Mapping):
         value = dict(value)
     elif isinstance(value, (tuple, list)):
@@ -314,11 +292,7 @@ def _check_dataset(dataset: Any) -> int:
 
 
 def check_integer(name: str, value: Any, least: int, good: int | None = None, most: int = 2**62) -> int:
-    """Return a whole number in these bounds as an int.
-
-    Raises:
-        ValueError: it is none; `good` is one that works.
-    """
+    """Return a whole number in these bounds as an int; `good` is one that works, for the error."""
     number, such = whole(value), "" if good is None else f", such as {name}={good}"
     if number is None or number < least:
         raise ValueError(f"{name}={value!r:.80}: {name} is a whole number, {least} or more{such}")

@@ -1,12 +1,8 @@
 """Data that needs no download: real text, and small synthetic datasets.
 
 Each function returns a list of whole batches (inputs, targets), the same for the same seed, and does not change the
-program's random state.
-
-Checks of one batch: a pair of inputs and targets, both tensors whose first dimension is the batch.
+program's random state. `checked_batch` checks a batch of any data.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
@@ -131,22 +127,12 @@ WANTED = "data is a sequence of (inputs, targets), each a whole batch, such as [
 
 
 def checked_batch(item: Any, i: int) -> tuple[Value, Value]:
-    """Check batch number `i` of the data and return it on the CPU.
-
-    Raises:
-        ValueError: the batch is not a pair of tensors whose first dimension is the batch.
-    """
+    """Check that batch number `i` of the data is a pair of inputs and targets, and return it on the CPU."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        what = (
-            f"{type(item).__name__} of {len(item)}"
-            if isinstance(item, (tuple, list))
-            else type(item).__name__
-        )
-        raise ValueError(f"data[{i}] is {what}, not a pair; {WANTED}")
-    inputs, targets = (
-        _value(item[0], f"the inputs of data[{i}]"),
-        _value(item[1], f"the targets of data[{i}]"),
-    )
+        of = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        raise ValueError(f"data[{i}] is {type(item).__name__}{of}, not a pair; {WANTED}")
+    inputs = _value(item[0], f"the inputs of data[{i}]")
+    targets = _value(item[1], f"the targets of data[{i}]")
     sizes = {int(tensor.shape[0]) for tensor in (*leaves(inputs), *leaves(targets))}
     if len(sizes) > 1:
         raise ValueError(
@@ -161,25 +147,20 @@ def checked_batch(item: Any, i: int) -> tuple[Value, Value]:
 
 
 def _value(value: Any, what: str) -> Value:
-    if isinstance(value, (Mapping, tuple, list)):
-        _refuse_nested(value, what)
-    checked = as_value(value, what)
-    if any(tensor.dim() == 0 for tensor in leaves(checked)):
-        raise ValueError(
-            f"{what}: a tensor without dimensions has no batch; the first dimension is the batch"
-        )
-    return checked
-
-
-def _refuse_nested(value: Any, what: str) -> None:
-    """Raise the error of inputs or targets that have structures in their structure, if they have."""
-    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+    items: Any = value.items() if isinstance(value, Mapping) else ()
+    for key, each in enumerate(value) if isinstance(value, (tuple, list)) else items:
         if isinstance(each, (Mapping, list, tuple)) and each:
             raise ValueError(
                 f"{what} are nested: [{key!r}] is itself a {type(each).__name__}, and micro-batches are taken from one "
                 "tensor, or from one tuple or dict of tensors. Give them flat, such as (*batch[0], *batch[1]) or "
                 '{"a_b": batch["a"]["b"]}, and let the model\'s forward (or the loss) put together what it needs'
             )
+    checked = as_value(value, what)
+    if any(tensor.dim() == 0 for tensor in leaves(checked)):
+        raise ValueError(
+            f"{what}: a tensor without dimensions has no batch; the first dimension is the batch"
+        )
+    return checked
 
 
 def _shapes(value: Value) -> str:

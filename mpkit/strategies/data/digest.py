@@ -1,11 +1,9 @@
 """Digests of data, which prove afterwards which rank took which samples.
 
 A sample's digest is the SHA-256 of its bytes, shapes and dtypes; a share's digest is the SHA-256 of its samples'
-concatenated digests (a hash list: a Merkle tree with one level). Both therefore take one pass over the data, and two
-shares have the same digest only if they have the same samples in the same order.
+concatenated digests (a hash list: a Merkle tree with one level). Both take one pass over the data, and two shares have
+the same digest only if they have the same samples in the same order.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
@@ -20,11 +18,11 @@ from mpkit.common.disk import FULL, create, full_disk
 from mpkit.strategies.data.microbatch import Value, leaves
 
 SHORT = 32
-"""Hexadecimal digits kept of a sample's digest: 128 bits, enough that two samples never collide by chance."""
+"""Hexadecimal digits of a sample's digest: 128 bits, with which two samples never collide by chance."""
 
 
 def data_digest(inputs: Any, targets: Any) -> str:
-    """Return the digest of some samples, as `Run.data_digest` reports it for what a rank took in a step.
+    """Return the digest of some samples, as `Run.data_digest` reports it for a rank's samples of a step.
 
     >>> x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 0])
     >>> data_digest(x[::2], y[::2]) == data_digest(x[[0, 2]], y[[0, 2]])
@@ -72,7 +70,7 @@ def _tensors(value: Any) -> Value:
 
 
 def _raw_digests(parts: list[tuple[Value, Value]]) -> list[bytes]:
-    """Return the digest of each sample in some parts of a batch, in order."""
+    """Return the digest of each sample in parts of a batch, in order."""
     digests = []
     for inputs, targets in parts:
         tensors = [*leaves(inputs), *leaves(targets)]
@@ -103,18 +101,18 @@ def _rows(tensor: Tensor) -> list[memoryview]:
     return [flat[i * nbytes : (i + 1) * nbytes] for i in range(k)]
 
 
-# ---- a rank's file: one line per step, "step digest sample,sample,..." ---------------------------------------
-
-
 class SampleLog:
-    """Records what one rank took in each step. Each line is one write, so a rank that is killed loses no line."""
+    """A rank's file of the samples that it took: one line per step, "step digest sample,sample,...".
+
+    Each line is one write, so a rank that is killed loses no line.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._fd = create(_path(folder, rank), os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, parts: list[tuple[Value, Value]]) -> None:
-        """Record that step number `step` took these parts of its batch."""
+        """Record that a step took these parts of its batch."""
         raw = _raw_digests(parts)
         samples = ",".join(one.hex()[:SHORT] for one in raw)
         line = f"{step} {digest_of(raw)} {samples}\n".encode()
@@ -138,10 +136,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def read_taken(folder: Path, ranks: int) -> tuple[list[list[str]], list[list[list[str]]]]:
-    """Return, by step and rank, the digest of what was taken and the digests of its samples.
-
-    Only steps that all ranks have begun are included.
-    """
+    """Return the digests of shares, and of their samples, by step and rank, for steps that all ranks have begun."""
     digests: list[list[str]] = []
     samples: list[list[list[str]]] = []
     for lines in zip(*(_lines(_path(folder, rank)) for rank in range(ranks)), strict=False):
@@ -153,6 +148,6 @@ def read_taken(folder: Path, ranks: int) -> tuple[list[list[str]], list[list[lis
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().split("\n")[:-1]  # a line without a line end is incomplete
+        return path.read_text().split("\n")[:-1]  # a line without an end is incomplete
     except FileNotFoundError:
         return []

@@ -1,7 +1,5 @@
 """Batches, and the micro-batches that they are split into."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from itertools import accumulate
 
@@ -33,7 +31,7 @@ def batch_size(value: Value) -> int:
 
 
 def split(size: int, m: int) -> list[tuple[int, int]]:
-    """Return where each of m micro-batches begins and ends; if `size` does not divide, the first ones have one more.
+    """Return the start and end of each of m micro-batches; if m does not divide `size`, the first have one more sample.
 
     >>> split(8, 3)
     [(0, 3), (3, 6), (6, 8)]
@@ -44,9 +42,9 @@ def split(size: int, m: int) -> list[tuple[int, int]]:
 
 
 def share(start: int, end: int, rank: int, n: int) -> slice:
-    """Return which of the samples `start` to `end` the rank takes: every n-th, as in torch's DistributedSampler.
+    """Return the rank's share of the samples `start` to `end`: every n-th, as in torch's DistributedSampler.
 
-    A rank without samples takes the first one with weight zero, since it must take part in the collectives.
+    A rank without samples takes the first one with weight zero, since it takes part in the collectives.
 
     >>> [list(range(10))[share(0, 10, rank, 4)] for rank in range(4)]
     [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
@@ -55,7 +53,7 @@ def share(start: int, end: int, rank: int, n: int) -> slice:
 
 
 def shares(size: int, m: int, n: int) -> list[list[slice]]:
-    """Return which samples of a batch each of n replicas takes, for each of m micro-batches.
+    """Return the samples that each of n replicas takes, for each of a batch's m micro-batches.
 
     >>> shares(8, 2, 2)
     [[slice(0, 4, 2), slice(1, 4, 2)], [slice(4, 8, 2), slice(5, 8, 2)]]
@@ -88,10 +86,7 @@ def one_of_each_shape(
 ) -> dict[Hashable, tuple[Value, Value]]:
     """Return a replica's share of a micro-batch of every shape that occurs, by its signature.
 
-    Args:
-        batches: a batch of every size.
-        m: micro-batches per batch, of which a smaller batch has one per sample.
-        n: replicas per micro-batch.
+    There are n replicas, and m micro-batches per batch, or one per sample of a smaller batch.
     """
     by_signature: dict[Hashable, tuple[Value, Value]] = {}
     for inputs, targets in batches:

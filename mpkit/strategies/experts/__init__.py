@@ -1,6 +1,4 @@
-"""Expert parallelism: the experts of each layer divided over ranks, to which tokens travel and from which they return.
+"""Expert parallelism: ranks divide each layer's experts; tokens travel to them and back.
 
-What comes in is a model, and the ranks that divide its experts. What goes out is the model with this rank's experts,
-whose forward exchanges tokens with the other ranks. Begin with `divide`, after
-`mpkit.strategies.reference.experts.expert_parallel`, which is the algorithm.
+`mpkit.strategies.reference.experts.expert_parallel` is the algorithm, `divide` applies it to a model.
 """

@@ -8,12 +8,12 @@
     combine     weighted, and summed over each token's choices
 
 The gradients take both all-to-alls the other way. Every rank takes part in each of them, with however few tokens, so
-that none waits in vain: a rank that receives no row computes one of zeros, whose result it drops.
+that none waits in vain: a rank that receives no row computes one of zeros, and drops the result.
 
-With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`mpkit.strategies.tensor.region`): what
-the layer returns is a partial sum then, weights included, and is summed over tp.
+With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`mpkit.strategies.tensor.region`). Then
+the layer returns a partial sum, weights included, which is summed over tp.
 
-Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer.
+No rank drops rows, whatever the routing, so the result is that of the whole layer.
 `mpkit.strategies.reference.experts.expert_parallel` is the algorithm.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
@@ -22,8 +22,6 @@ section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, fo
 Experts are modules whose forward(x, chosen, weights) returns the weighted sum, as in `mpkit.models.MixtureOfExperts`
 and the models of transformers, and whose parameters are all [E, ...].
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -41,10 +39,9 @@ from mpkit.strategies.models.experts import MixtureOfExperts, count_rows
 from mpkit.strategies.stage.shard import Shard
 from mpkit.strategies.tensor.operators import conjugate
 
+# Names of a forward's arguments with each token's experts, [T, k], and with their weights, [T, k].
 CHOSEN = ("chosen", "top_k_index", "router_indices", "topk_indices", "selected_experts")
-"""Names of a forward's argument with each token's experts, [T, k]."""
 WEIGHTS = ("weights", "top_k_weights", "routing_weights", "topk_weights")
-"""Names of its argument with their weights, [T, k]."""
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -58,16 +55,9 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_balanced(model: nn.Module) -> dict[str, MixtureOfExperts]:
-    """Return the layers whose routing depends on the whole batch in training, by name.
-
-    >>> from mpkit.models import GPT
-    >>> list(find_balanced(GPT(layers=1, experts=4, aux_loss=0.01))), list(find_balanced(GPT(layers=1, experts=4)))
-    (['block0.mlp'], [])
-    """
-    layers = model.named_modules()
-    return {
-        name: each for name, each in layers if isinstance(each, MixtureOfExperts) and each.balance_options
-    }
+    """Return the layers whose routing depends on the whole batch in training, by name."""
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)}
+    return {name: each for name, each in layers.items() if each.balance_options}
 
 
 def _is_of_experts(module: nn.Module) -> bool:
@@ -82,7 +72,7 @@ def _is_of_experts(module: nn.Module) -> bool:
 
 
 def chosen_experts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return each token's experts, [T, k], out of the arguments of a call of experts."""
+    """Return each token's experts, [T, k], from the arguments of a call of experts."""
     return next((kwargs[name] for name in CHOSEN if name in kwargs), None) if len(args) < 2 else args[1]
 
 
@@ -92,11 +82,7 @@ def number_of_experts(module: nn.Module) -> int:
 
 
 def check_experts_of(model: nn.Module, plan: Any) -> None:
-    """Check that a plan's ep divides the experts of each layer.
-
-    Raises:
-        ValueError: there are no experts, or a layer's number of them is not a multiple of ep.
-    """
+    """Check that a plan's ep can divide the experts of each layer."""
     if plan.ep == 1:
         return
     layers = find_experts(model)
@@ -125,7 +111,7 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
 def divide_experts(
     model: nn.Module, group: Communicator, parts: Mapping[str, Shard] | None = None
 ) -> dict[str, Shard]:
-    """Leave this rank its part of each layer's experts, in place; their forwards exchange tokens with the group.
+    """Leave this rank its part of each layer's experts, in place, and let their forwards exchange tokens.
 
     >>> from mpkit.models import GPT
     >>> from mpkit.strategies.comm.fake_group import FakeGroup
@@ -133,12 +119,8 @@ def divide_experts(
     >>> divide_experts(model, FakeGroup(2, 1))["block0.mlp.experts.up"].ranges, model.block0.mlp.experts.up.shape
     ((range(2, 4),), torch.Size([2, 32, 8]))
 
-    Args:
-        group: the ranks that divide the experts, whose number divides theirs.
-        parts: what tp has left this rank of each expert, by parameter; it stays so divided.
-
-    Returns:
-        The shards of the experts' parameters, by every name that they have.
+    Return the shards of the experts' parameters, by every name that they have. `parts` has the shards of the parameters
+    that tp has divided before.
     """
     shards: dict[str, Shard] = {}
     aliases: dict[int, list[str]] = {}  # of parameters that have several names
@@ -171,11 +153,11 @@ def _forward(
     compute: Callable[..., Tensor], names: inspect.Signature, experts: int, group: Communicator,
     *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Return what the whole layer makes of this rank's tokens.
+    """Return the whole layer's outputs for this rank's tokens.
 
     Args:
-        compute: the layer's own forward, with the experts that are here.
-        experts: how many there are on all ranks.
+        compute: the layer's own forward, with this rank's experts.
+        experts: their number on all ranks.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
     """
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]
@@ -208,12 +190,12 @@ def _exchange_rows(group: Communicator, rows: Tensor, *, sends: list[int], recei
 def _exchange_counts(
     chosen: Tensor, here: int, group: Communicator
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return how many rows this rank sends to each rank's experts, and how many it receives from each for its own."""
+    """Return the numbers of rows for each rank's experts, and from each rank for this rank's own."""
     n = group.size
-    sends = torch.tensor(count_rows(chosen, n * here), device=chosen.device)
+    rows = count_rows(chosen, n * here)
+    sends = torch.tensor(rows, device=chosen.device)
     receives = group.all_to_all(sends)
     if isinstance(chosen, FakeTensor) or chosen.is_meta:  # without values: as if routing were uniform
-        even = count_rows(chosen, n * here)
-        sent = [even[i * here : (i + 1) * here] for i in range(n)]
-        return sent, sent
+        even = [rows[i * here : (i + 1) * here] for i in range(n)]
+        return even, even
     return sends.view(n, here).tolist(), receives.view(n, here).tolist()

@@ -6,8 +6,8 @@
     cut       cut its sequences, where ranks share those (context parallelism)
     account   record digests of what was taken, for `Run.data_digest`
 
-A micro-batch of k samples out of the batch's K has weight k/K in the loss, so sizes may differ. Where ranks share its
-sequences, they do so equally, and each has an equal part of that weight.
+A micro-batch of k samples out of the batch's K has weight k/K in the loss, so sizes may differ. Ranks that share its
+sequences do so equally, and each has an equal part of that weight.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ from mpkit.errors import MpkitError
 from mpkit.strategies.context.sequence import check_not_packed, sequence_part
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.digest import SampleLog
-from mpkit.strategies.data.microbatch import (
-    Value,
-    batch_size,
-    leaves,
-    part,
-    share,
-    signature,
-    split,
-)
+from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -46,17 +38,11 @@ if TYPE_CHECKING:
 
 
 class WholeBatches(list[tuple[Value, Value]]):
-    """Batches in memory: step i takes number i % len. What a feed asks `mk.Batches` can be asked here too.
+    """Batches in memory: step i takes number i % len. A feed can ask it whatever it asks `mk.Batches`."""
 
-    Attributes:
-        loads: whether a part has to be read, which takes time.
-        num_workers: number of processes that read on each rank; 0 if the rank itself reads.
-        read_in: seconds that a loader took to read them before the start; 0 for a list.
-    """
-
-    loads = False
-    num_workers = 0
-    read_in = 0.0
+    loads = False  # a part need not be read
+    num_workers = 0  # processes that read on each rank; 0 if the rank itself reads
+    read_in = 0.0  # seconds that a loader took to read them before the start; 0 for a list
 
     def size(self, step: int) -> int:
         """Return how many samples the batch of a step has."""
@@ -74,28 +60,19 @@ class WholeBatches(list[tuple[Value, Value]]):
 
 @dataclass
 class MicroBatch:
-    """A rank's share of a part of the batch, on the CPU.
+    """A rank's share of a part of the batch, on the CPU."""
 
-    Attributes:
-        inputs, targets: empty tuples on a rank that needs neither.
-        key: their signature.
-        weight: their share of the batch; 0 for a stand-in, which a rank without samples takes.
-        samples: the number of samples that all replicas have of this micro-batch.
-    """
-
-    inputs: Value
+    inputs: Value  # inputs and targets are empty tuples on a rank that needs neither
     targets: Value
-    key: Hashable
-    weight: float
-    samples: int = field(default=0, kw_only=True)
+    key: Hashable  # their signature
+    weight: float  # their share of the batch; 0 for a stand-in, which a rank without samples takes
+    samples: int = field(default=0, kw_only=True)  # those that all replicas have of this micro-batch
 
 
 class Feed:
     """This rank's source of micro-batches, step by step.
 
     Args:
-        context: this rank's context.
-        job: read for batches, plan and the known signatures.
         needed: whether this rank needs inputs or targets; if not, it only receives their shapes.
         accounts: whether digests are recorded of what is taken.
     """
@@ -198,10 +175,8 @@ class _Steps(Dataset[Parts]):
 
     def __getitem__(self, step: int) -> Parts:
         """Read the parts of a step's batch now."""
-        return {
-            (which.start, which.stop, which.step or 1): self._source.part(step, which)
-            for which in self._wanted(step)
-        }
+        wanted = self._wanted(step)
+        return {(w.start, w.stop, w.step or 1): self._source.part(step, w) for w in wanted}
 
 
 def _as_they_are(parts: Any) -> Any:
@@ -212,5 +187,4 @@ def _die_with_the_rank(_worker: int) -> None:
     """Let a worker end with its rank, however the rank ends; torch's own watchdog takes seconds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

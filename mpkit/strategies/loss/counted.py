@@ -50,9 +50,6 @@ def as_pair(value: Any) -> tuple[Tensor, Tensor] | None:
     (tensor(6.), tensor(3., dtype=torch.float64))
     >>> as_pair(torch.tensor(2.0)) is None
     True
-
-    Raises:
-        ValueError: the value is a pair of something else, or the count requires a gradient.
     """
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return None
@@ -85,14 +82,11 @@ class Quotient:
 
     >>> Quotient(lambda out, y: (out.sum(), 4))(torch.ones(8), None)
     tensor(2.)
-
-    Attributes:
-        count: the count that the last call returned; None if it returned a mean.
     """
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        self.count: Tensor | None = None
+        self.count: Tensor | None = None  # that the last call returned; None if it returned a mean
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Return the loss; a value that is neither a scalar nor a pair is returned unchanged."""
@@ -105,14 +99,14 @@ class Quotient:
 def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ...]:
     """Return what a part contributes to the loss of the batch; the part's backward starts from the first item.
 
+    Args:
+        weight: the part's share of the samples; 0 for a stand-in, which does not count.
+        nominal: the approximate count of a batch, for a loss that returns (total, count); None for a mean.
+
     >>> shares(torch.tensor(3.0), 0.25, None)
     (tensor(0.7500),)
     >>> shares((torch.tensor(12.0), torch.tensor(3)), 0.25, 4.0)
     (tensor(3.), tensor(3., dtype=torch.float64))
-
-    Args:
-        weight: the part's share of the samples; 0 for a stand-in, which does not count.
-        nominal: the approximate count of a batch, for a loss that returns (total, count); None for a mean.
     """
     if nominal is None:
         assert isinstance(value, Tensor), "the dry run has seen what the loss returns"
@@ -138,8 +132,7 @@ def nominal_count(count: float) -> float:
 # ---- torch's means as (total, count) ---------------------------------------------------------------------------
 
 
-INDEXED = (F.cross_entropy, F.nll_loss)
-"""Means over targets that may be ignored, or weighted by class."""
+INDEXED = (F.cross_entropy, F.nll_loss)  # means over targets that may be ignored, or weighted by class
 
 ELEMENTWISE = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
@@ -185,21 +178,13 @@ def mean_loss(fn: Callable[[Any, Any], Tensor]) -> MeanLoss:
 
 
 class MeanLoss:
-    """The loss that `mean_loss` returns.
-
-    Args:
-        fn: as in `mean_loss`. By itself it computes the mean of a batch that is in one part.
-    """
+    """The loss that `mean_loss` returns; `fn` by itself computes the mean of a batch that is in one part."""
 
     def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
         self.fn = fn
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Return (total, count).
-
-        Raises:
-            ValueError: the function modifies the result of the loss, or calls no loss that is known.
-        """
+        """Return (total, count); a ValueError if `fn` changes the result of a loss, or calls none that is known."""
         with SummedMeans() as reduced:
             value = self.fn(outputs, targets)
         pair: tuple[Tensor, Tensor] | None = reduced.pair_of(value)
@@ -213,14 +198,11 @@ class MeanLoss:
 
 
 class SummedMeans(TorchFunctionMode):
-    """A mode in which torch's means return sums and the divisors are recorded.
-
-    Attributes:
-        calls: for each call its total, its count, the function, and its arguments.
-    """
+    """A mode in which torch's means return sums and the divisors are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
+        # For each call its total, its count, the function, and its arguments.
         self.calls: list[tuple[Tensor, Tensor, Callable[..., Any], dict[str, Any]]] = []
 
     def pair_of(self, value: Any) -> tuple[Tensor, Tensor] | None:
@@ -230,7 +212,6 @@ class SummedMeans(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle one call of a torch function."""
         if func not in INDEXED and func not in ELEMENTWISE:
             return func(*args, **(kwargs or {}))
         bound = _signature(func).bind(*args, **(kwargs or {}))

@@ -50,11 +50,7 @@ def whole_batch_loss(fn: Any) -> WholeBatchLoss:
 
 
 class WholeBatchLoss:
-    """The loss that `whole_batch_loss` returns.
-
-    Args:
-        fn: as in `whole_batch_loss`.
-    """
+    """The loss that `whole_batch_loss` returns."""
 
     def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
         self.fn = fn
@@ -67,11 +63,7 @@ class WholeBatchLoss:
         return made
 
     def __call__(self, outputs: Any, targets: Any, *, counts: bool = True) -> Any:
-        """Return the loss of the whole batch.
-
-        Args:
-            counts: whether this rank's samples belong to the batch; False for a stand-in.
-        """
+        """Return the loss of the whole batch; `counts` is False for a stand-in, whose samples do not belong to it."""
         if self._group is None or self._group.size == 1:
             return Quotient(self.fn)(outputs, targets)
         # ---- gather
@@ -80,12 +72,11 @@ class WholeBatchLoss:
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         counted = self._group.all_gather(torch.tensor([k], device=device))
         rows = [k] * self._group.size if isinstance(counted, FakeTensor) else counted.tolist()
-        gathered = [
-            _Gather.apply(self._group, rows, leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf  # type: ignore[no-untyped-call]
-            for leaf in leaves
-        ]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                leaves[i] = _Gather.apply(self._group, rows, leaf)  # type: ignore[no-untyped-call]
         # ---- loss
-        return Quotient(self.fn)(*rebuild(shape, gathered))
+        return Quotient(self.fn)(*rebuild(shape, leaves))
 
 
 class _Gather(torch.autograd.Function):

@@ -7,15 +7,6 @@ from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
 from mpkit.strategies.models.networks import MLP, ConvNet, UNet
 
 __all__ = [
-    "GPT",
-    "MLP",
-    "ConvNet",
-    "GPTConfig",
-    "MixtureOfExperts",
-    "UNet",
-    "balance",
-    "chain",
-    "cut",
-    "next_token_loss",
+    "GPT", "MLP", "ConvNet", "GPTConfig", "MixtureOfExperts", "UNet", "balance", "chain", "cut", "next_token_loss",
     "repeated_blocks",
-]
+]  # fmt: skip

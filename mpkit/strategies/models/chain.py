@@ -1,25 +1,21 @@
 """How a model is built: as a chain of layers, each of which takes the output of the previous one; and repeated blocks.
 
-Any model that is no chain counts as one layer here; `mpkit.strategies.partition` cuts such models.
+Any other model counts as one layer here; `mpkit.strategies.partition` cuts such models.
 
-Repeated blocks are a transformer's layers, a ResNet's residual blocks: what FSDP users wrap, and what Megatron and
-torchtitan recompute. They follow each other and make up most of a model.
+Repeated blocks are a transformer's layers, a ResNet's residual blocks: the modules that FSDP users wrap, and that
+Megatron and torchtitan recompute. They follow each other and make up most of a model.
 
-    list        modules in one nn.ModuleList or nn.Sequential, or side by side as attributes, some of which are
-                alike
+    list        modules in one nn.ModuleList or nn.Sequential, or side by side as attributes, some of which are alike
     alike       of the same class, with at least half of their parameters of the same names and shapes: T5's first
                 layer has one table more than the others, and DeepSeek's first layers have no experts
-    outermost   a layer of a Mixtral is a block, its experts are not; the stages of a Swin differ in width and so are
-                not alike: the layers inside them are the blocks
+    outermost   a layer of a Mixtral is a block, its experts are not; a Swin's stages differ in width and so are not
+                alike: the layers inside them are the blocks
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import combinations, pairwise
 
-import torch
 from torch import nn
 
 from mpkit.common.tracebacks import public
@@ -36,7 +32,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     >>> layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
     >>> list(repeated_blocks(nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": layers})))
     ['layers.0', 'layers.1', 'layers.2']
-    >>> repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # a layer is no block
+    >>> repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # a single layer is not a block
     {}
     """
     return dict(_blocks_within("", model))
@@ -49,9 +45,7 @@ def _blocks_within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
     candidates = [child for child in module.children() if _is_composite(child)]
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         # Two towers side by side are not blocks, but their layers are.
-        candidates = [
-            child for child in candidates if not inner[id(child)] and not isinstance(child, CONTAINERS)
-        ]
+        candidates = [c for c in candidates if not inner[id(c)] and not isinstance(c, CONTAINERS)]
     alike = _repeated_classes(candidates)
     if isinstance(module, nn.ModuleList):  # a list with one block, or with blocks that all differ
         blocks = {id(child) for child in candidates if alike or not inner[id(child)]}
@@ -70,33 +64,22 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _repeated_classes(modules: list[nn.Module]) -> set[type]:
-    """Return the classes of which at least two of the modules are alike."""
-    by_class: dict[type, list[set[tuple[str, torch.Size]]]] = {}
-    for module in modules:
-        has = {(name, parameter.shape) for name, parameter in module.named_parameters()}
-        by_class.setdefault(type(module), []).append(has)
+    """Return the classes of which at least two modules are alike."""
+    has = {module: {(name, p.shape) for name, p in module.named_parameters()} for module in modules}
     return {
-        kind
-        for kind, kinds_of in by_class.items()
-        if any(2 * len(one & other) >= max(len(one), len(other)) for one, other in combinations(kinds_of, 2))
+        type(a)
+        for a, b in combinations(modules, 2)
+        if type(a) is type(b) and 2 * len(has[a] & has[b]) >= max(len(has[a]), len(has[b]))
     }
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a chain; any other module counts as one layer, whose name is empty.
-
-    >>> layers_of(nn.Linear(2, 3))
-    [('', Linear(in_features=2, out_features=3, bias=True))]
-    """
+    """Return the layers of a chain; any other module counts as one layer, whose name is empty."""
     return chain(model) if is_chain(model) else [("", model)]
 
 
 def prefix_of(layer: str) -> str:
-    """Return the prefix that the model's state dict puts before the names within a layer.
-
-    >>> prefix_of("block0"), prefix_of("")
-    ('block0.', '')
-    """
+    """Return the prefix that the model's state dict puts before the names within a layer."""
     return f"{layer}." if layer else ""
 
 
@@ -105,7 +88,7 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers of a model that is a chain, in order, with their names in its state dict.
 
     A chain is an `nn.Sequential`, or a subclass that keeps its `forward` and `__call__`, such as the kit's own models.
-    It has no hooks, since those would see the whole chain. Sequentials inside a chain are taken apart too.
+    It has no hooks, since those would see the whole chain. Sequentials inside a chain are opened too.
 
     >>> [name for name, _ in chain(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))]
     ['0', '1.0', '1.1']
@@ -135,11 +118,7 @@ def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Return whether a module is an `nn.Sequential` whose call runs its layers one after the other, and nothing else.
-
-    >>> is_chain(nn.Sequential()), is_chain(nn.ReLU())
-    (True, False)
-    """
+    """Return whether a module is an `nn.Sequential` whose call only runs its layers, one after the other."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
@@ -163,7 +142,7 @@ def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 def cut(
     names: Sequence[str], costs: Sequence[float], stages: int, at: Sequence[int | str] | None
 ) -> list[range]:
-    """Divide the layers among the stages: where the user said, or balanced by cost.
+    """Divide the layers among the stages: at the user's cuts, or balanced by cost.
 
     >>> cut(["embedding", "0", "1", "head"], [0, 3, 3, 1], 2, at=["head"])
     [range(0, 3), range(3, 4)]

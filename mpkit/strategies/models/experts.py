@@ -1,29 +1,28 @@
 """A mixture of experts as a layer: a router, and experts whose weights lie side by side in one tensor.
 
-    route       a token's experts are those of its k largest probabilities, which are their weights: for k > 1 divided
-                by their sum, for k = 1 as they are
+    route       a token's experts have its k largest probabilities, and these as weights: divided by their sum if k > 1
     balance     what keeps experts equally busy, if wanted: see below
     experts     each computes the tokens that chose it; none is dropped
     combine     the weighted sum over each token's experts
     shared      added to it: an MLP that all tokens visit
 
-`Experts` has the interface that transformers' models have: `experts(x, chosen, weights)`, all parameters [E, ...]. So
-one description holds for both, and `Plan(ep=n)` divides the first dimension (`mpkit.strategies.experts`).
+`Experts` has the interface of transformers' models: `experts(x, chosen, weights)`, all parameters [E, ...]. For both,
+`Plan(ep=n)` divides the first dimension (`mpkit.strategies.experts`).
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", ICLR 2017;
 Fedus et al., "Switch Transformers", JMLR 2022, section 2.1, for k = 1; Dai et al., "DeepSeekMoE", 2024, section 3.2,
 for shared experts.
 
-Balanced routing: what keeps a layer's experts equally busy. All of it depends on all tokens of the batch.
+Balanced routing keeps a layer's experts equally busy. All of it depends on all tokens of the batch.
 
-    bias             b_e is added to p_te for the choice of experts, and not for the weight; before the next step it
-                     moves by the rate, up for experts with fewer rows than the mean, and down for the others
+    bias             b_e is added to p_te for the choice of experts, not for the weight; before the next step it moves
+                     by the rate: up for experts with fewer rows than the mean, down for those with more
     auxiliary loss   alpha E sum_e f_e P_e: f_e is expert e's share of the rows, P_e the mean of p_te over the tokens
     z-loss           beta mean_t (log sum_e exp x_te)^2 of the router's logits x, which keeps them small
 
-The two losses are added to the gradients only: the loss that a training reports stays the loss of its outputs. Their
-gradients are p'_te = alpha E f_e / T and x'_te = 2 beta log(sum_e exp x_te) p_te / T. So of the whole batch a rank
-needs f and T, and micro-batches and replicas can be summed.
+The two losses change the gradients only: the reported loss stays that of the outputs. Their gradients are
+p'_te = alpha E f_e / T and x'_te = 2 beta log(sum_e exp x_te) p_te / T. So all that a rank needs of the whole batch is
+f and T, and micro-batches and replicas can be summed.
 
 Sources: Fedus et al., "Switch Transformers", JMLR 2022, section 2.2; Zoph et al., "ST-MoE", 2022, section 3.1 (z-loss);
 Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024 (bias), as in DeepSeek-V3.
@@ -43,22 +42,19 @@ from mpkit.common.torch_private import FakeTensor
 
 
 class WholeBatch:
-    """What a layer asks about the batch of which it computes a part; here each forward is a batch of its own.
+    """The batch of which a layer computes a part: here each forward is a batch of its own.
 
-    `mpkit.strategies.runtime.experts` answers for micro-batches and replicas.
-
-    Attributes:
-        loss_scale: the factor of the loss, and so of all gradients, with which 16 bits represent them.
+    `mpkit.strategies.runtime.experts` has the class for micro-batches and replicas.
     """
 
-    loss_scale = 1.0
+    loss_scale = 1.0  # factor of the loss, and so of all gradients, with which 16 bits represent them
 
     def begin(self, layer: MixtureOfExperts) -> None:
         """Move the layer's bias, if this is the first forward of a step."""
         layer.move_bias()
 
     def share(self, layer: MixtureOfExperts, chosen: Tensor, samples: int) -> BatchShare:
-        """Return the share of the batch that these tokens are."""
+        """Return these tokens as a share of the batch."""
         share = BatchShare(chosen, layer.experts_in_all, self.loss_scale)
         layer.keep_rows(share.rows())
         return share
@@ -70,15 +66,11 @@ class BatchShare:
     >>> share = BatchShare(torch.tensor([[0, 1], [0, 2], [0, 1]]), E=3)
     >>> share.rows().tolist()
     [3, 2, 1]
-
-    Attributes:
-        chosen, E: as given.
-        scale: the gradient of a mean over the batch's tokens with respect to each of these: the loss scale / T.
     """
 
     def __init__(self, chosen: Tensor, E: int, loss_scale: float = 1.0) -> None:
         self.chosen, self.E = chosen, E
-        self.scale = loss_scale / max(1, len(chosen))
+        self.scale = loss_scale / max(1, len(chosen))  # of gradients of a mean over the batch's T tokens
 
     def rows(self) -> Tensor:
         """Return the rows of each expert in the whole batch, (E,)."""
@@ -86,7 +78,7 @@ class BatchShare:
 
 
 def count_choices(chosen: Tensor, E: int) -> Tensor:
-    """Return how many choices fall on each expert, (E,)."""
+    """Return the number of choices of each expert, (E,)."""
     flat = chosen.flatten()
     return torch.zeros(E, dtype=torch.long, device=chosen.device).scatter_add(0, flat, torch.ones_like(flat))
 
@@ -120,18 +112,18 @@ class RouterLosses(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """In place of a transformer's MLP: each token visits `top_k` of `experts` MLPs, [..., width] -> the same.
+    """A layer in place of a transformer's MLP: each token visits `top_k` of `experts` MLPs, [..., width] -> the same.
 
     >>> layer = MixtureOfExperts(width=8, experts=4, top_k=2)
     >>> layer(torch.zeros(2, 3, 8)).shape, layer.experts.up.shape
     (torch.Size([2, 3, 8]), torch.Size([4, 32, 8]))
 
     Args:
-        width: h, of the tokens.
+        width: h, the width of the tokens.
         experts: E, the number of experts.
         top_k: k, how many of them each token visits.
-        hidden: the width inside of an expert; None: 4 h.
-        dropout: the dropout rate of what is added to the residual stream.
+        hidden: the width inside an expert; None: 4 h.
+        dropout: the dropout rate of the output.
         shared_experts: the number of experts that all tokens visit, besides these.
         aux_loss: alpha, the factor of the auxiliary loss, whose gradient is added in training.
         z_loss: beta, the factor of the z-loss, likewise.
@@ -140,11 +132,11 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         bias, rows: buffers [E], if there is a bias: the bias, and the rows of each expert in the latest step, by which
             the bias moves before the next one.
-        batch: says what the whole batch is of which a forward computes a part; it is the forward's own, unless ranks
-            or micro-batches divide it. In a loop of your own with a loss scale, set `batch.loss_scale` to it.
+        batch: the batch of which a forward computes a part: its own, unless ranks or micro-batches divide it. In a loop
+            of your own with a loss scale, set `batch.loss_scale` to it.
 
     Raises:
-        ValueError: there are fewer experts than a token visits, or a factor is not what it can be.
+        ValueError: there are fewer experts than a token visits, or a factor is negative or infinite.
     """
 
     bias: Tensor
@@ -179,7 +171,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def balance_options(self) -> dict[str, float]:
-        """The arguments by which a forward in training depends on all tokens of the batch."""
+        """The arguments that make a forward in training depend on all tokens of the batch."""
         names = ("aux_loss", "z_loss", "bias_rate")
         return {name: value for name in names if (value := getattr(self, name))}
 
@@ -198,21 +190,20 @@ class MixtureOfExperts(nn.Module):
         if share is not None and (self.aux_loss or self.z_loss):
             p = RouterLosses.apply(p, logits, share, self.aux_loss, self.z_loss)  # type: ignore[no-untyped-call]
         weights = p.gather(1, chosen)
-        if self.top_k > 1:  # of a single one the quotient is 1, from which a router learns nothing
+        if self.top_k > 1:  # with one expert the quotient is 1, from which a router learns nothing
             weights = weights / weights.sum(-1, keepdim=True)
         # ---- experts, combine
         mixed = self.experts(tokens, chosen, weights).view_as(x)
         # ---- shared
         if self.shared is not None:
             mixed = mixed + self.shared(x)
-        made: Tensor = self.dropout(mixed)
-        return made
+        return self.dropout(mixed)
 
     @torch.no_grad()
     def move_bias(self) -> None:
         """Move the bias by the rows of the latest step, once."""
         if self.bias_rate:
-            rows = self.rows.long()  # in whole numbers, whether an expert has more than the mean is exact
+            rows = self.rows.long()  # the comparison with the mean is exact in whole numbers
             self.bias += self.bias_rate * torch.sign(rows.sum() - len(rows) * rows)
             self.rows.zero_()
 
@@ -233,17 +224,11 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> the same."""
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
+        return self.down(F.gelu(self.up(x)))
 
 
 class Experts(nn.Module):
-    """E MLPs: a linear map, a GELU, and a linear map back, without biases.
-
-    Attributes:
-        up: their first weights, [E, hidden, width].
-        down: their second weights, [E, width, hidden].
-    """
+    """E MLPs: a linear map, a GELU, and a linear map back, without biases."""
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -253,12 +238,9 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
+        """Return the weighted sum [T, width] of each token's experts.
 
-        Args:
-            x: tokens, [T, width].
-            chosen: each token's experts, [T, k], integers from 0 to E - 1.
-            weights: their weights, [T, k].
+        x [T, width] are the tokens, chosen [T, k] their experts, from 0 to E - 1, and weights [T, k] those of experts.
         """
         counts = count_rows(chosen, len(self.up))
         order = chosen.flatten().argsort(stable=True)
@@ -273,11 +255,7 @@ class Experts(nn.Module):
 
 
 def count_rows(chosen: Tensor, experts: int) -> list[int]:
-    """Return how many rows each expert gets; of fake tensors, which have no values, all get equally many.
-
-    >>> count_rows(torch.tensor([[0, 2], [2, 3]]), 4)
-    [1, 0, 2, 1]
-    """
+    """Return the number of rows of each expert; equal ones for fake tensors, which have no values."""
     if isinstance(chosen, FakeTensor) or chosen.is_meta:
         rows = chosen.numel()
         return [rows // experts + (i < rows % experts) for i in range(experts)]

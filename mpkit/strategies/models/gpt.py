@@ -1,7 +1,5 @@
 """A small GPT: a chain of embedding, blocks and head."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,16 +23,15 @@ class GPTConfig:
     """The sizes of a GPT.
 
     Attributes:
-        vocab: the number of tokens, V; 256 for bytes.
-        length: the longest sequence, s.
-        layers: the number of blocks, l.
-        width: the width of the residual stream, h.
-        heads: the number of attention heads, a, which must divide the width.
+        vocab: V, the number of tokens; 256 for bytes.
+        length: s, the longest sequence.
+        layers: l, the number of blocks.
+        width: h, the width of the residual stream.
+        heads: a, the number of attention heads, which must divide the width.
         dropout: the dropout rate; with 0, a pipeline repeats results exactly.
-        experts: the number of experts in place of each block's MLP, E; 0: an MLP.
-        top_k: how many of them each token visits, k.
-        shared_experts, aux_loss, z_loss, bias_rate: as in `MixtureOfExperts`: experts that all tokens visit,
-            and what keeps the others equally busy.
+        experts: E, the number of experts in place of each block's MLP; 0: an MLP.
+        top_k: k, how many of them each token visits.
+        shared_experts, aux_loss, z_loss, bias_rate: as in `MixtureOfExperts`.
     """
 
     vocab: int = 256
@@ -70,29 +67,22 @@ class GPTConfig:
 
 
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("d_model", "hidden_size", "n_embd", "hidden"), "width= is the width of the residual stream."
-    ),
-    **dict.fromkeys(
-        ("n_layer", "n_layers", "num_layers", "num_hidden_layers"), "layers= is the number of blocks."
-    ),
-    **dict.fromkeys(
-        ("n_head", "n_heads", "num_heads", "num_attention_heads"), "heads= is the number of them."
-    ),
-    **dict.fromkeys(
-        ("block_size", "n_positions", "seq_len", "sequence", "context"), "length= is the longest sequence."
-    ),
-    **dict.fromkeys(("n_experts", "num_experts"), "experts= is the number of them in each block."),
+    "width= is the width of the residual stream.": ("d_model", "hidden_size", "n_embd", "hidden"),
+    "layers= is the number of blocks.": ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
+    "heads= is the number of them.": ("n_head", "n_heads", "num_heads", "num_attention_heads"),
+    "length= is the longest sequence.": ("block_size", "n_positions", "seq_len", "sequence", "context"),
+    "experts= is the number of them in each block.": ("n_experts", "num_experts"),
 }
-"""What other libraries call the sizes of a GPT."""
-answered = answers("GPT(layers=8, width=128)", ELSEWHERE)(GPTConfig.__init__)
+"""The name of each size of a GPT here, and its names in other libraries."""
+answer_of = {name: answer for answer, names in ELSEWHERE.items() for name in names}
+answered = answers("GPT(layers=8, width=128)", answer_of)(GPTConfig.__init__)
 setattr(GPTConfig, "__init__", public(answered))  # noqa: B010
 
 
 class GPT(nn.Sequential):
     """A decoder-only transformer: tokens [batch, time] to logits [batch, time, vocab].
 
-    It is an nn.Sequential of `embedding`, `block0`, `block1`, ..., `head`, so it can be cut into stages.
+    The nn.Sequential of `embedding`, `block0`, `block1`, ..., `head` can be cut into stages.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2: layer norms before
     attention and MLP, initialization scaled down by depth); the head is not tied to the embedding.
 
@@ -123,25 +113,20 @@ class GPT(nn.Sequential):
 
 
 class Embedding(nn.Module):
-    """Map tokens [batch, time] to vectors [batch, time, width]: the token's embedding plus that of its position.
-
-    Attributes:
-        pieces: which equally long pieces of the sequence the tokens are; (0,): the beginning.
-    """
+    """Map tokens [batch, time] to vectors [batch, time, width]: the token's embedding plus that of its position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.length, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.pieces: tuple[int, ...] = (0,)
+        self.pieces: tuple[int, ...] = (0,)  # which equally long pieces of the sequence the tokens are
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[batch, time] -> [batch, time, width]; positions [batch, time], if they are not those of one text."""
+        """[batch, time] -> [batch, time, width]; positions [batch, time], unless they are those of one text."""
         if positions is None:
             positions = self._count_positions(tokens)
-        vectors: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
-        return vectors
+        return self.dropout(self.tokens(tokens) + self.positions(positions))
 
     def _count_positions(self, tokens: Tensor) -> Tensor:
         piece, longest = tokens.shape[1] // len(self.pieces), self.positions.num_embeddings
@@ -160,17 +145,12 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
-        self.mlp: nn.Module = (
-            MixtureOfExperts(
-                config.width,
-                config.experts,
-                config.top_k,
-                dropout=config.dropout,
-                **{name: getattr(config, name) for name in OF_EXPERTS},
-            )
-            if config.experts
-            else FeedForward(config)
-        )
+        self.mlp: nn.Module
+        if config.experts:
+            options = {name: getattr(config, name) for name in ("dropout", *OF_EXPERTS)}
+            self.mlp = MixtureOfExperts(config.width, config.experts, config.top_k, **options)
+        else:
+            self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> the same."""
@@ -195,8 +175,7 @@ class Attention(nn.Module):
         # 3 of [batch, heads, time, width/heads]; a tensor-parallel rank has some of the heads
         q, k, v = self.qkv(x).view(batch, time, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, time, -1)))
-        return mixed
+        return self.dropout(self.out(y.transpose(1, 2).reshape(batch, time, -1)))
 
 
 class FeedForward(nn.Module):
@@ -210,8 +189,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> the same."""
-        y: Tensor = self.dropout(self.out(F.gelu(self.up(x))))
-        return y
+        return self.dropout(self.out(F.gelu(self.up(x))))
 
 
 class Head(nn.Module):
@@ -224,8 +202,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> [batch, time, vocab]."""
-        logits: Tensor = self.logits(self.norm(x))
-        return logits
+        return self.logits(self.norm(x))
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

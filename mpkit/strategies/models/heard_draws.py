@@ -1,7 +1,5 @@
 """Hearing which random numbers a model draws, and giving it others: dropout masks, noise, whatever torch draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,22 +21,21 @@ FUSED = (
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward", "_cudnn_rnn", "miopen_rnn",
 )  # fmt: skip
-"""The operators of GPUs that draw a dropout mask inside their kernel, which is neither heard nor given."""
+"""GPU operators that draw a dropout mask inside their kernel, where it can be neither heard nor replaced."""
 
 KERNELS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "miopen")
-"""How the names of operators begin that draw a mask only if they drop out, inside a kernel."""
+"""Prefixes of operators that draw a mask inside a kernel, and only if they drop out."""
 
 
 def draws_numbers(func: Any) -> bool:
-    """Return whether an operator draws random numbers outside of a fused kernel.
+    """Return whether an operator draws random numbers outside a fused kernel.
 
     >>> draws_numbers(torch.ops.aten._standard_gamma.default), draws_numbers(torch.ops.aten.mm.default)
     (True, False)
     """
     name = func.overloadpacket.__name__
-    return name in UNTAGGED or (
-        torch.Tag.nondeterministic_seeded in func.tags and not name.startswith(KERNELS)
-    )
+    tagged = torch.Tag.nondeterministic_seeded in func.tags
+    return name in UNTAGGED or (tagged and not name.startswith(KERNELS))
 
 
 class CannotReplay(Exception):
@@ -47,26 +44,17 @@ class CannotReplay(Exception):
 
 @dataclass
 class ForwardDraws:
-    """What the forwards of a step draw at random.
+    """What the forwards of a step draw at random."""
 
-    Attributes:
-        draws: torch's numbers, by stage and micro-batch, in order.
-        others: whether they draw others than torch's, which nobody hears.
-        decides: whether Python looks at a tensor's value in one, which may decide how often it draws.
-    """
-
-    draws: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
-    others: OtherDraws = field(default_factory=OtherDraws)
-    decides: bool = False
+    draws: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by stage and micro-batch
+    others: OtherDraws = field(default_factory=OtherDraws)  # Python's and NumPy's, which nothing hears
+    decides: bool = False  # Python looks at a tensor's value, which may decide how often a forward draws
 
 
 class HeardDraws(TorchDispatchMode):
-    """A mode that notes what is drawn.
+    """A mode that notes the draws of each operator in `into`: copies of masks, noise, or numbers.
 
-    Args:
-        into: receives a copy of each operator's draws, in order: a mask, noise, or numbers.
-        heard: learns whether Python looks at a tensor's value, and lets layers draw from no seed of their own; None:
-            nobody does.
+    `heard` learns whether Python looks at a tensor's value. With it, layers may not draw from seeds of their own.
 
     >>> import torch
     >>> heard = []
@@ -89,11 +77,8 @@ class HeardDraws(TorchDispatchMode):
         if self._heard is not None and name == "_local_scalar_dense":
             self._heard.decides = True
         if draws_numbers(func):
-            if (
-                self._heard is not None
-                and self._heard.others.is_looking
-                and is_users_seed(torch.initial_seed())
-            ):
+            in_layer = self._heard is not None and self._heard.others.is_looking
+            if in_layer and is_users_seed(torch.initial_seed()):
                 raise MpkitError(SEEDED)  # also where the state is restored afterwards (fork_rng)
             drawn = made[1] if isinstance(made, tuple) else made
             self._into.append(drawn.detach().clone())
@@ -101,10 +86,9 @@ class HeardDraws(TorchDispatchMode):
 
 
 class GivenDraws(TorchDispatchMode):
-    """A mode in which operators draw nothing: they take the numbers that they are given.
+    """A mode in which operators draw nothing: `give(shape, p)` returns the numbers of each draw.
 
-    Args:
-        give: give(shape, probability) -> the numbers of the next draw; the probability of a Bernoulli draw, else None.
+    p is the probability of a Bernoulli draw, else None.
 
     >>> import torch
     >>> with GivenDraws(lambda shape, p: torch.ones(shape)):

@@ -3,8 +3,6 @@
 A module is *bare* if calling it only calls its forward; then the forward may be run without calling the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,16 +18,10 @@ ON_PARAMETERS = {
 
 
 class Hook(NamedTuple):
-    """A function that is called around a module's forward or backward, or on a parameter's gradient.
+    """A function that is called around a module's forward or backward, or on a parameter's gradient."""
 
-    Attributes:
-        where: the module's or parameter's name in the model.
-        kind: the kind of hook in PyTorch's terms; for a parameter, the method that registers it.
-        function: the user's function.
-    """
-
-    where: str
-    kind: str
+    where: str  # the module's or parameter's name in the model
+    kind: str  # the kind of hook in PyTorch's terms; for a parameter, the method that registers it
     function: Any
 
     def __str__(self) -> str:
@@ -51,24 +43,18 @@ def hook_name(function: Any) -> str:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Return whether calling a module calls its class's forward, and nothing else.
+    """Return whether calling a module only calls its class's forward.
 
-    >>> layer = nn.ReLU()
-    >>> is_bare(layer)
-    True
-    >>> _ = layer.register_forward_hook(print)
-    >>> is_bare(layer)
-    False
+    >>> layer, hooked = nn.ReLU(), nn.ReLU()
+    >>> _ = hooked.register_forward_hook(print)
+    >>> is_bare(layer), is_bare(hooked)
+    (True, False)
     """
     return describe_wrappers(module) is None
 
 
 def describe_wrappers(module: nn.Module, where: str = "") -> str | None:
-    """Describe what runs around the forward of a module's class; None if nothing does.
-
-    >>> describe_wrappers(nn.ReLU()) is None
-    True
-    """
+    """Describe what runs around the forward of a module's class; None if nothing does."""
     if type(module).__call__ is not nn.Module.__call__:
         return f"the __call__ of {where or 'the model'} ({type(module).__name__})"
     forward = vars(module).get("forward")
@@ -93,7 +79,7 @@ def parameter_hooks(model: nn.Module) -> list[Hook]:
 
 
 def hooks_on(parameters: Mapping[str, nn.Parameter]) -> list[Hook]:
-    """List the hooks on the given parameters, which are passed by name."""
+    """List the hooks on named parameters."""
     return [
         Hook(name, kind, function)
         for name, parameter in parameters.items()
@@ -103,7 +89,7 @@ def hooks_on(parameters: Mapping[str, nn.Parameter]) -> list[Hook]:
 
 
 def register(hooks: Sequence[Hook], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Register hooks on the parameters that are given by name; hooks on other parameters are left out."""
+    """Register the hooks on these named parameters, and leave out hooks on others."""
     for hook in hooks:
         if hook.where in parameters:
             getattr(parameters[hook.where], hook.kind)(hook.function)

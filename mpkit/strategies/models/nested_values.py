@@ -1,8 +1,7 @@
 """Structures: values passed from module to module, flattened into leaves and rebuilt.
 
-Structures are what torch's pytree takes apart (tuples, lists, dicts, named tuples, whatever a library has registered
-there, as transformers does with its outputs), and dataclasses. Everything else is a leaf: a tensor, None, a number, a
-module, any other object. A class of one's own becomes a structure by `torch.utils._pytree.register_pytree_node`.
+Structures are dataclasses, and the values that torch's pytree flattens: tuples, lists, dicts, named tuples, and classes
+registered by `torch.utils._pytree.register_pytree_node`, such as transformers' outputs. Everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -25,30 +24,24 @@ ATOMS = (
     bool, int, float, complex, str, bytes, range, slice, type, Enum, ModuleType, BuiltinFunctionType, nn.Module,
     np.ndarray, np.generic, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
-"""Leaves that hold no tensors, or that stay as they are."""
+"""Leaves that hold no tensors, or that nothing looks into."""
 
 REGISTER = "a tuple, list, dict or dataclass of tensors, or a class that torch.utils._pytree.register_pytree_node knows"
-"""What works in place of an object that cannot be looked into."""
+"""Alternatives to an object that cannot be looked into."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The structure that holds leaves; plain data.
+    """The structure that holds leaves; plain data."""
 
-    Attributes:
-        kind: "leaf", or the class that holds the parts.
-        parts: the Shape of each part.
-        context: what is needed besides the parts to rebuild the value, such as a dict's keys.
-    """
-
-    kind: Any
+    kind: Any  # "leaf", or the class that holds the parts
     parts: tuple[Shape, ...] = ()
-    context: Any = None
+    context: Any = None  # what else is needed to rebuild the value, such as a dict's keys
 
 
 LEAF = Shape("leaf")
 NODES: dict[Any, Any] = SUPPORTED_NODES
-"""By class, how torch's pytree takes it apart; named tuples share a row."""
+"""How torch's pytree flattens each class; named tuples share a row."""
 
 
 def flatten(value: Any) -> tuple[list[Any], Shape]:
@@ -63,12 +56,13 @@ def flatten(value: Any) -> tuple[list[Any], Shape]:
 
 
 def _take_apart(value: Any, visit: Callable[[Any], None], within: tuple[int, ...]) -> Shape:
-    """Visit the leaves of a value, which is inside of the dataclasses `within`, by id, and return its Shape."""
+    """Visit the leaves of a value, which is inside the dataclasses `within`, by id, and return its Shape."""
     kind = type(value)
     if isinstance(value, Tensor) or value is None or isinstance(value, ATOMS):
         visit(value)
         return LEAF
-    node = NODES.get(namedtuple if _is_named_tuple(value) else kind)
+    is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    node = NODES.get(namedtuple if is_named_tuple else kind)
     if node is not None:
         parts, context = node.flatten_fn(value)
     elif is_dataclass(value) and id(value) not in within:
@@ -78,10 +72,6 @@ def _take_apart(value: Any, visit: Callable[[Any], None], within: tuple[int, ...
         visit(value)
         return LEAF
     return Shape(kind, tuple([_take_apart(part, visit, within) for part in parts]), context)
-
-
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def rebuild(shape: Shape, leaves: list[Any]) -> Any:
@@ -116,7 +106,7 @@ def is_opaque(leaf: Any) -> bool:
 
 
 def tensors_inside(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors that a value holds at any depth, also in objects: a cache, what a function closed over."""
+    """Yield the tensors that a value holds at any depth, also in objects: in a cache, or in a closure."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value

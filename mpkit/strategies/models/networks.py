@@ -1,8 +1,7 @@
 """Small networks: a multi-layer perceptron, and for images a chain, and a model with skips."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +43,8 @@ class ConvNet(nn.Sequential):
     """Map images [batch, channels, height, width] to [batch, outputs]; a chain of `stem`, `block0`, ..., `head`.
 
     The residual blocks follow He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. They normalize by
-    group (Wu and He 2018) and not by batch: a batch norm's mean over a micro-batch differs from that over the batch,
-    so micro-batches would train a different model.
+    group (Wu and He 2018) and not by batch: a batch norm's mean over a micro-batch is not that over the batch, so
+    micro-batches would train another model.
 
     >>> ConvNet(channels=1, outputs=4)(__import__("torch").zeros(2, 1, 16, 16)).shape
     torch.Size([2, 4])
@@ -80,8 +79,7 @@ class Residual(nn.Module):
         """[batch, channels, height, width] -> the same."""
         y = self.conv1(F.relu(self.norm1(x)))
         y = self.conv2(F.relu(self.norm2(y)))
-        total: Tensor = x + y
-        return total
+        return x + y
 
 
 class Classifier(nn.Module):
@@ -93,8 +91,7 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, channels, height, width] -> [batch, outputs]."""
-        scores: Tensor = self.linear(F.relu(x).mean(dim=(2, 3)))
-        return scores
+        return self.linear(F.relu(x).mean(dim=(2, 3)))
 
 
 class UNet(nn.Module):
@@ -102,8 +99,8 @@ class UNet(nn.Module):
 
     Each step down halves the size and doubles the channels; each step up undoes one, and also takes the features of the
     same size from the way down: Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation",
-    MICCAI 2015, figure 1. In a pipeline these skips travel directly to the stage that needs them. The model normalizes
-    by group.
+    MICCAI 2015, figure 1. In a pipeline these skips go directly to the stage that needs them. The model normalizes by
+    group.
 
     >>> UNet(channels=1, outputs=2, levels=2)(__import__("torch").zeros(3, 1, 16, 12)).shape
     torch.Size([3, 2, 16, 12])
@@ -118,9 +115,7 @@ class UNet(nn.Module):
     def __init__(self, channels: int, outputs: int, *, width: int = 8, levels: int = 3) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels + 1)]
-        self.down = nn.ModuleList(
-            Double(a, b) for a, b in zip([channels, *widths], widths[:-1], strict=False)
-        )
+        self.down = nn.ModuleList(Double(a, b) for a, b in pairwise([channels, *widths[:-1]]))
         self.bottom = Double(widths[-2], widths[-1])
         self.widen = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
         self.up = nn.ModuleList(Double(2 * w, w) for w in reversed(widths[:-1]))
@@ -135,8 +130,7 @@ class UNet(nn.Module):
         x = self.bottom(x)
         for widen, up in zip(self.widen, self.up, strict=True):
             x = up(torch.cat([skips.pop(), widen(x)], dim=1))
-        scores: Tensor = self.head(x)
-        return scores
+        return self.head(x)
 
 
 class Double(nn.Module):

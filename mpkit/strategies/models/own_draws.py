@@ -1,10 +1,9 @@
 """Which ranks draw the same random numbers, and which draw their own.
 
-    the same      what ranks compute alike (activations outside of tensor parallelism's regions), and what the parts of
-                  a divided activation share: a sample's path that is dropped (DropPath), a layer that is skipped, noise
-                  on a weight
-    their own     what is divided: features and heads inside a region, tokens under sequence and context parallelism.
-                  Replicas have other samples, and other seeds (`mpkit.strategies.models.randomness`)
+    the same      for replicated activations (outside tensor parallelism's regions), and for what the parts of a
+                  divided activation share: a dropped path of a sample (DropPath), a skipped layer, noise on a weight
+    their own     for divided activations: features and heads inside a region, tokens under sequence and context
+                  parallelism. Replicas have other samples, and other seeds (`mpkit.strategies.models.randomness`)
 
 A *span* is a stretch of the forward in which activations are divided.
 
@@ -13,12 +12,12 @@ A *span* is a stretch of the forward in which activations are divided.
     end      the generators return to where they were, and one draw further if anything was drawn inside
 
 So a forward that is repeated from the same state draws the same numbers, a span draws others the next time, and a span
-that draws nothing leaves no trace: what is drawn outside is what serial training draws. A stage that begins in the
-middle of a span, since a pipeline cuts through it, has not seen the span begin, and begins it itself (`spans_at`).
+that draws nothing leaves no trace: the draws outside are those of serial training. A stage that starts in the middle of
+a span, since a pipeline cuts through it, begins the span itself (`spans_at`).
 
-Where tokens are divided, a rank with a part of each sequence draws for its own tokens, and whatever has no dimension of
-tokens is drawn for all of them at once. The shape of what is drawn decides, and nothing is drawn for the tokens of a
-parameter. Noise on a weight in the shape of a batch of tokens (`torch.randn(batch, tokens)`) would be taken for theirs.
+If tokens are divided, a rank with a part of each sequence draws for its own tokens, and all ranks share what has no
+dimension of tokens. The shape decides; a parameter has no tokens. Noise on a weight in the shape of a batch of tokens
+(`torch.randn(batch, tokens)`) would be mistaken for theirs.
 
 Source: Shoeybi et al. 2019, appendix B.2.
 """
@@ -40,29 +39,23 @@ from mpkit.common.torch_private import _disable_current_modes
 
 
 class ForwardSpan(NamedTuple):
-    """A stretch of a model's forward, from the start of one module to the end of another.
+    """A stretch of a model's forward, from the start of the module `first` to the end of `last`."""
 
-    Attributes:
-        name: differs for each rank that draws its own numbers.
-        first, last: names of the modules.
-    """
-
-    name: str
+    name: str  # another one for each rank that draws its own numbers
     first: str
     last: str
 
 
 def spans_at(calls: Sequence[tuple[str, bool]], spans: Sequence[ForwardSpan]) -> list[tuple[str, ...]]:
-    """Return the spans in which each call of a forward begins, the outer ones first.
+    """Return the spans in which each call of a forward starts, the outer ones first.
 
     >>> calls = [(name, True) for name in ("norm", "mlp.up", "mlp.drop", "mlp.down", "drop")]
     >>> spans_at(calls, [ForwardSpan("mlp on 0", "mlp.up", "mlp.down")])
     [(), ('mlp on 0',), ('mlp on 0',), ('mlp on 0',), ()]
 
     Args:
-        calls: in their order, the name of a module that is called as a whole, with True; and of an operation between
-            these, the name of the module in whose forward it is, with False.
-        spans: the spans.
+        calls: in their order, (module, True) for a module that is called as a whole, and (module, False) for an
+            operation between these, in that module's forward.
     """
     found: list[tuple[str, ...]] = [()] * len(calls)
     for name, first, last in spans:
@@ -72,11 +65,8 @@ def spans_at(calls: Sequence[tuple[str, bool]], spans: Sequence[ForwardSpan]) ->
             if inside and ending and not _is_within(call, last):
                 inside, left = False, False
             left = left or not _is_within(call, first)
-            if (
-                not inside
-                and _is_within(call, first)
-                and (begun_by is None or left or (call, whole) == begun_by)
-            ):
+            starts = _is_within(call, first) and (begun_by is None or left or (call, whole) == begun_by)
+            if starts and not inside:
                 inside, ending = True, False
                 begun_by = (call, whole) if whole else None
             if inside:
@@ -103,16 +93,16 @@ class _Open:
     name: str
     outside: States
     inside: list[bytes]
-    ahead: bool  # begun for a stage or a layer that starts within it, which may also be where its first module is
+    ahead: bool  # begun for a stage or a layer that starts within it, whose first module may begin it again
 
 
 KeptSpans = tuple[list[_Open], dict[str, tuple[int, ...]]]
-"""The spans in which a forward was, and their tokens, so that it can be repeated there."""
+"""The spans of a forward, and their tokens, so that it can be repeated there."""
 
 
 @dataclass
 class OwnDraws:
-    """The random numbers of one rank, inside of spans and outside.
+    """The random numbers of one rank, inside spans and outside.
 
     >>> mine, others = OwnDraws(), OwnDraws()
     >>> def inside(draws, name):
@@ -125,14 +115,11 @@ class OwnDraws:
     >>> a[0] == inside(mine, "mlp on 0")[0] != b[0], a[1] == b[1]
     (True, True)
 
-    Attributes:
-        around: names of spans in which all of the forward is.
-        spans: the other spans, the outer ones first.
-        tokens: for spans that divide tokens: batch size and the number of tokens on this rank, by the span's name.
+    `tokens` has the batch size and the number of tokens on this rank for spans that divide tokens, by name.
     """
 
-    around: tuple[str, ...] = ()
-    spans: list[ForwardSpan] = field(default_factory=list)
+    around: tuple[str, ...] = ()  # names of spans around the whole forward
+    spans: list[ForwardSpan] = field(default_factory=list)  # the other ones, the outer ones first
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _open: list[_Open] = field(default_factory=list)
 
@@ -141,7 +128,7 @@ class OwnDraws:
         return OwnDraws(self.around, list(self.spans), dict(self.tokens))
 
     def begin(self, name: str, device: torch.device, *, ahead: bool = False) -> None:
-        """Switch the generators to the rank's own draws; `ahead` of a module that may begin the span again."""
+        """Switch the generators to the rank's own draws, maybe `ahead` of a module that begins the span again."""
         for i, span in enumerate(self._open):
             if span.name == name:
                 if span.ahead:
@@ -169,7 +156,7 @@ class OwnDraws:
             drawn = _bytes(generator.get_state()) != inside
             generator.set_state(outside)
             if drawn:
-                with _disable_current_modes():  # a dry run's, or one that listens to what the model draws
+                with _disable_current_modes():  # a dry run's, or one that listens to the model's draws
                     torch.rand((), generator=generator, device=generator.device)
 
     def enter(self, names: Sequence[str], device: torch.device) -> None:
@@ -194,12 +181,12 @@ class OwnDraws:
 
     @property
     def token_shape(self) -> tuple[int, ...] | None:
-        """Batch size and number of tokens where tokens are what is divided, else None."""
+        """Batch size and number of tokens where tokens are divided, else None."""
         return self.tokens.get(self._open[-1].name) if self._open else None
 
     @contextmanager
     def share_draws(self) -> Iterator[None]:
-        """Draw what all ranks draw, inside the block."""
+        """Draw what all ranks draw inside the block."""
         span = self._open[0]
         inside = [(generator, generator.get_state()) for generator, _ in span.outside]
         for generator, state in span.outside:
@@ -217,7 +204,7 @@ class OwnDraws:
 
     @contextmanager
     def reenter_spans(self, kept: KeptSpans) -> Iterator[None]:
-        """Be in the spans of another time, inside the block."""
+        """Return to the spans of another time inside the block."""
         before = self.keep()
         self._open[:], self.tokens = kept[0], dict(kept[1])
         try:
@@ -227,7 +214,7 @@ class OwnDraws:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return torch's generators that a forward on a device draws from: the host's, and the GPU's."""
+    """Return the torch generators that a forward on a device draws from: the host's, and the GPU's."""
     generators = [torch.default_generator]
     if device.type == "cuda":  # in a dry run the device may not exist
         generators += torch.cuda.default_generators[device.index or 0 :][:1]
@@ -263,14 +250,14 @@ class TokenDraws(TorchFunctionMode):
 
 
 def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function; if it draws numbers for no token, with those that ranks share."""
+    """Run a function, with the numbers that ranks share if it draws for no token."""
     name = getattr(func, "__name__", "")
     tokens = draws.token_shape if name in DRAWS or name in FACTORIES else None
     if tokens is None:
         return func(*args, **kwargs)
     first = args[0] if args else kwargs.get("input")
     if name in FACTORIES or not isinstance(first, Tensor):
-        with _disable_current_modes():  # only the shape: nothing is drawn, and nobody hears it
+        with _disable_current_modes():  # only the shape: nothing is drawn or heard
             shape = func(*args, **(kwargs | {"device": "meta", "generator": None})).shape
     else:
         shape = first.shape
@@ -281,10 +268,10 @@ def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _has_tokens(shape: Sequence[int], batch: int, count: int) -> bool:
-    """Return whether a tensor has something of each token of each sample.
+    """Return whether a shape has dimensions for each token of each sample.
 
-    That is [batch, ..., tokens, ...], [tokens, batch, ...], both in the first dimension, or, in attentions that fold
-    heads into the batch, [batch heads, tokens, ...]. A weight that is as wide as the tokens are many is none of these.
+    Such shapes are [batch, ..., tokens, ...], [tokens, batch, ...], [batch tokens, ...], and [batch heads, tokens, ...]
+    in attentions that fold heads into the batch; not a weight's, even if it is as wide as the number of tokens.
 
     >>> [_has_tokens(shape, 2, 8) for shape in ((2, 8, 5), (16, 4), (8, 2, 5), (6, 8, 8))]
     [True, True, True, True]

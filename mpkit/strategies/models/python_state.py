@@ -1,10 +1,7 @@
-"""What model, loss and optimizer remember in Python from one step to the next: counters, factors, modes.
+"""The Python state of model, loss and optimizer from one step to the next: counters, factors, modes; no weights.
 
-A step that is computed again, later and by another process, has to begin with the same. Parameters and buffers are not
-meant.
+A step that another process computes again later has to start from the same state.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Iterator
@@ -20,15 +17,11 @@ CONTAINERS = (list, dict, set, tuple)
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """What torch itself keeps in a module."""
 
-OWN_OF_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {
-    "params",
-    "param_names",
-    "initial_lr",
-}
+OWN_OF_OPTIMIZER = {*vars(torch.optim.SGD([torch.zeros(1)])), "params", "param_names", "initial_lr"}
 """What torch itself keeps in an optimizer, and in its groups besides hyperparameters."""
 
 SOURCES = (Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-"""What may change with each use, without a trace that can be read."""
+"""Objects that may change with each use, without a trace that can be read."""
 
 Remembered: TypeAlias = "dict[tuple[str, str], Any]"
 """Values by their holder's place and their name, such as ("block.0", "calls")."""
@@ -37,10 +30,8 @@ Remembered: TypeAlias = "dict[tuple[str, str], Any]"
 class PythonState:
     """What model, loss and optimizer remember.
 
-    Args:
-        model: the model.
-        loss: the loss: a function, which remembers in the variables around it, or an object.
-        optimizer: the optimizer, whose states are not meant, but its attributes and those of its groups.
+    A loss that is a function remembers in the variables around it. Of an optimizer, its attributes and those of its
+    groups count, not its states.
 
     >>> model = nn.Sequential(nn.Dropout())
     >>> state = PythonState(model, None)
@@ -58,7 +49,7 @@ class PythonState:
         self._marks = {place: _mark(value) for place, value in self._first.items()}
 
     def find_changes(self) -> tuple[Remembered, list[str]]:
-        """Return what has changed since this was made: values that can be sent, and in words the places of others."""
+        """Return what has changed since this was made: values that can be sent, and the places of others in words."""
         values: Remembered = {}
         others = []
         for place, value in self._values():
@@ -73,11 +64,11 @@ class PythonState:
         return values, others
 
     def restore(self, values: Remembered) -> list[str]:
-        """Begin with what another process remembers; return in words the places of what has another shape here."""
+        """Start from another process's values; return the places, in words, of those with another shape here."""
         others = []
-        for place, value in {
-            p: v for p, v in (self._first | values).items() if p in values or _plain(v)
-        }.items():
+        for place, value in (self._first | values).items():
+            if place not in values and not _plain(value):
+                continue
             holder, name = self._holders.get(place[0], {}), place[1]
             here = holder.get(name)
             if isinstance(value, Tensor) and getattr(here, "shape", None) != value.shape:
@@ -98,7 +89,7 @@ class PythonState:
 
 
 def _holders(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the variables of a module and its parts, or of an object or function and what it calls, by their place."""
+    """Yield the variables of a module and its parts, or of an object or function and its callees, by their place."""
     if isinstance(value, MethodType):
         value = value.__self__
     if id(value) in seen or isinstance(value, (type, Tensor)):
@@ -124,18 +115,18 @@ def _plain(value: Any) -> bool:
 
 
 def _remembers(value: Any) -> bool:
-    """Return whether a value that is not plain may remember something, and is neither a weight nor made of weights."""
+    """Return whether a value that is not plain may remember something, and neither is nor holds weights."""
     if isinstance(value, CONTAINERS):
         return not any(isinstance(each, (nn.Parameter, nn.Module)) for each in value)
     return isinstance(value, SOURCES) or (isinstance(value, Tensor) and not value.requires_grad)
 
 
 def _mark(value: Any) -> Any:
-    """Return what is different once a value has changed."""
+    """Return a mark that differs once a value has changed."""
     if isinstance(value, Tensor):
         return id(value), value._version
     if isinstance(value, SOURCES):
-        return object()  # nobody knows
+        return object()  # which equals nothing else: it cannot be known
     return (id(value), len(value)) if isinstance(value, CONTAINERS) else value
 
 

@@ -1,16 +1,12 @@
 """Random numbers that are the same wherever they are drawn: dropout masks in serial training and in any pipeline.
 
-Serial training draws in the order in which it computes, and the ranks of a pipeline compute in a different order. So
-each layer draws from a seed of its own, which depends on
-
-    seed          the seed of the training
-    step, micro-batch, replica     which samples are computed
-    layer         its name
+Serial training draws in the order of its computations, and the ranks of a pipeline compute in another order. So each
+layer draws from a seed of its own, made from the training's seed; the step, micro-batch and replica; and its name.
 
 With the same micro-batches, every plan drops the same activations: the serial one, any schedule on any number of ranks,
 a recomputed forward, and a training that resumes from a checkpoint. Replicas draw differently from each other, and so
-do ranks where they hold parts of the same activations (`mpkit.strategies.models.own_draws`). Python's and NumPy's
-random numbers are seeded with torch's.
+do ranks with parts of the same activations (`mpkit.strategies.models.own_draws`). Python's and NumPy's generators are
+seeded with torch's.
 """
 
 from __future__ import annotations
@@ -50,23 +46,16 @@ def is_users_seed(seed: int) -> bool:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of one micro-batch on its way through the layers.
+    """The random numbers of one micro-batch on its way through the layers."""
 
-    Attributes:
-        place: the training's seed, the step, the replica, which has other samples than the others, and the micro-batch.
-        device: the device of the rank.
-        own: where the rank draws other numbers than those with which it shares samples.
-        others: learns of draws that are not torch's; None: nobody wants to know.
-    """
-
-    place: tuple[int, int, int, int]
+    place: tuple[int, int, int, int]  # the training's seed, the step, the replica and the micro-batch
     device: torch.device
-    own: OwnDraws
-    others: OtherDraws | None = None
+    own: OwnDraws  # where the rank draws other numbers than ranks with the same samples
+    others: OtherDraws | None = None  # learns of draws that are not torch's
     _latest: list[int] = field(default_factory=list)  # the seed that the latest layer began with
 
     def begin(self, layer: str, spans: Sequence[str] = ()) -> None:
-        """Seed the generators for a layer, whose random numbers are drawn from here on; it begins in these spans."""
+        """Seed the generators for a layer that starts in these spans, and draws from here on."""
         self.check_seed()
         if self.others is not None:
             self.others.end()
@@ -81,14 +70,14 @@ class Draws:
         self._latest[:] = [torch.initial_seed()]
 
     def check_seed(self) -> None:
-        """Check that the layer that has begun set no seed by itself."""
+        """Check that the present layer has set no seed by itself."""
         seed = torch.initial_seed()
         if self._latest and seed != self._latest[0] and is_users_seed(seed):
             raise MpkitError(SEEDED)
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Restore the random state afterwards, so that layers draw inside without changing it."""
+        """Restore the random state after the block, in which layers draw."""
         states = [(generator, generator.get_state()) for generator in generators_of(self.device)]
         try:
             yield
@@ -104,7 +93,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of random generators: Python's and NumPy's, and torch's on the host and on a GPU, if given."""
+    """The states of random generators: Python's, NumPy's, and torch's on the host and on a GPU, if given."""
 
     python: Any
     numpy: dict[str, Any]
@@ -130,7 +119,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.gpu, self.device)
 
     def has_moved(self) -> bool:
-        """Return whether Python or NumPy has drawn since."""
+        """Return whether Python's or NumPy's generators have drawn since."""
         now: Any = np.random.get_state(legacy=False)
         key, then = now.pop("state"), dict(self.numpy)
         key_then = then.pop("state")
@@ -154,11 +143,8 @@ class RandomState:
         states = json.loads(bytes(packed.tolist()))
         version, numbers, gauss = states["python"]
         states["numpy"]["state"]["key"] = np.array(states["numpy"]["state"]["key"], np.uint32)
-        host, gpu = (
-            None if text is None else _bytes_of(bytes.fromhex(text))
-            for text in (states["torch"], states["cuda"])
-        )
-        gpu = gpu if device.type == "cuda" else None
+        texts = states["torch"], states["cuda"] if device.type == "cuda" else None
+        host, gpu = (None if text is None else _bytes_of(bytes.fromhex(text)) for text in texts)
         return cls((version, tuple(numbers), gauss), states["numpy"], host, gpu, device)
 
 
@@ -177,16 +163,11 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
 
 
 class OtherDraws:
-    """Whether layers draw from Python's or NumPy's generators, and what torch's are seeded with.
-
-    Attributes:
-        drawn: whether one has, so far.
-        places: the places of the micro-batches whose layers have begun, so far.
-    """
+    """Whether layers draw from Python's or NumPy's generators, and what torch's are seeded with."""
 
     def __init__(self) -> None:
-        self.drawn = False
-        self.places: set[tuple[int, int, int, int]] = set()
+        self.drawn = False  # whether a layer has, so far
+        self.places: set[tuple[int, int, int, int]] = set()  # of micro-batches whose layers have begun
         self._start: RandomState | None = None
 
     @property
@@ -195,7 +176,7 @@ class OtherDraws:
         return self._start is not None
 
     def begin(self, place: tuple[int, int, int, int]) -> None:
-        """Look from here on, in a layer of the micro-batch with this place."""
+        """Look from here on, in a layer of the micro-batch at this place."""
         self.places.add(place)
         self._start = RandomState.now()
 
@@ -206,11 +187,7 @@ class OtherDraws:
 
 
 def seed_of(seed: int, step: int, replica: int, microbatch: int, layer: str) -> int:
-    """Return a number of 63 bits that differs for every combination of these arguments.
-
-    >>> seed_of(0, 1, 0, 2, "block0") == seed_of(0, 1, 0, 2, "block0") != seed_of(0, 1, 0, 2, "block1")
-    True
-    """
+    """Return a number of 63 bits that differs for every combination of these arguments."""
     place = pack("<QqqqL", seed % 2**64, step, replica, microbatch, crc32(layer.encode()))
     return int.from_bytes(blake2b(place, digest_size=8).digest(), "little") >> 1
 
@@ -223,7 +200,7 @@ def seed_all(seed: int) -> None:
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Return whether a layer may draw random numbers; it does not if none of the modules inside it does.
+    """Return whether a layer, or a module inside it, may draw random numbers.
 
     >>> may_draw(nn.Linear(2, 2)), may_draw(nn.Sequential(nn.Linear(2, 2), nn.Dropout())), may_draw(nn.ReLU())
     (False, True, False)

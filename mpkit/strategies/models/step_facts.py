@@ -1,22 +1,20 @@
-"""What forwards, losses and optimizers of one's own do in a step: facts by which a later step may be unlike the first.
+"""Facts about what forwards, losses and the user's own optimizers do in a step, by which a later step may differ.
 
 A mask that hides nothing, a limit that nothing reaches, a branch that is not taken: they do not show in the steps that
 are compared with serial training, and may be wrong later. Each rank notes, operator by operator,
 
-    operators   which ones there are
-    truths      whether what is compared, or what masks, is true everywhere, nowhere or in a part
+    operators   which ones run
+    truths      whether a comparison, or a mask, is true everywhere, nowhere or in a part
     limits      whether a clamp, a maximum or a minimum changes anything
     parts       whether a slice takes all
     divisors    whether the loss divides by as much for each sample as at first
 
-In a step that is compared, all forwards are listened to. Later, losses are, and optimizers that are not torch's; and
+In compared steps it listens to all forwards. Later it listens to losses, to optimizers that are not torch's, and to
 forwards that look at values, remember something in Python or reduce over samples: others do the same in each step.
 
-If no step that is compared with serial training has the same facts, the rank notes the step in which one happened first
-(`FirstTimes`), and the run's line names it. Two more facts count: which parameters get a gradient, and modules' modes.
+If no compared step has the same facts, the rank notes the step in which one happened first (`FirstTimes`), and the
+run's line names it. Two more facts count: which parameters get a gradient, and modules' modes.
 """
-
-from __future__ import annotations
 
 import json
 from collections import Counter
@@ -33,14 +31,14 @@ from mpkit.common.disk import FULL, write_whole
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.models.heard_draws import draws_numbers
 
-LIMITS = frozenset(
-    ("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "nan_to_num", "fmod")
-)
-ACROSS = frozenset((
+LIMITS = {
+    "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "nan_to_num", "fmod",
+}  # fmt: skip
+ACROSS = {
     "mean", "sum", "max", "amax", "min", "amin", "aminmax", "var", "std", "var_mean", "norm", "linalg_vector_norm",
     "prod", "logsumexp", "median", "cumsum", "sort", "topk", "argsort", "nonzero", "bincount", "scatter_add",
     "index_add",
-))  # fmt: skip
+}  # fmt: skip
 """Operators that may combine samples."""
 
 IGNORES = ("nll_loss_forward", "nll_loss2d_forward")
@@ -49,18 +47,12 @@ DIVISIONS = ("div", "mean")
 
 
 class StepFacts:
-    """The facts of a rank's current step.
-
-    Attributes:
-        facts: so far, in words; `collect` completes them.
-        listeners: the contexts that have been entered, of which the last one listens.
-        may_act_later: whether a forward did something that may have another effect in later steps.
-    """
+    """The facts of a rank's current step, in words."""
 
     def __init__(self) -> None:
-        self.facts: set[str] = set()
-        self.listeners: list[_Listener] = []
-        self.may_act_later = False
+        self.facts: set[str] = set()  # so far; `collect` completes them
+        self.listeners: list[_Listener] = []  # the contexts that have been entered; the last one listens
+        self.may_act_later = False  # a forward did something that may have another effect in later steps
         self._listens = True
         self._pending: list[tuple[str, Tensor, Tensor]] = []
         self._first: dict[tuple[str, int], float] = {}
@@ -71,11 +63,11 @@ class StepFacts:
         self._listens = compared or self.may_act_later
 
     def of_forward(self, samples: int) -> AbstractContextManager[Any]:
-        """Return the context of a forward of so many samples."""
+        """Return the context of a forward."""
         return _Listener(self, "the forward", samples) if self._listens else nullcontext()
 
     def of_loss(self, samples: int) -> AbstractContextManager[Any]:
-        """Return the context of a loss of so many samples."""
+        """Return the context of a loss."""
         return _Listener(self, "the loss", samples)
 
     def of_optimizer(self) -> AbstractContextManager[Any]:
@@ -83,7 +75,7 @@ class StepFacts:
         return _Listener(self, "the optimizer", 0)
 
     def collect(self) -> set[str]:
-        """Return the facts of the step, once its results are known."""
+        """Return the facts of the step; called once its results are known."""
         for where, some, every in self._pending:
             truth = "only true" if bool(every) else "true and false" if bool(some) else "only false"
             self.facts.add(f"{where} gives {truth}")
@@ -91,7 +83,7 @@ class StepFacts:
         return self.facts
 
     def note_truths(self, where: str, value: Tensor) -> None:
-        """Note whether a mask is true everywhere, nowhere or in a part; its values are read at the end of the step."""
+        """Note whether a mask is true everywhere, nowhere or in a part; `collect` reads its values."""
         if value.numel():
             self._pending.append((where, value.any(), value.all()))
 
@@ -103,8 +95,8 @@ class StepFacts:
 
 
 @cache
-def _told(func: Any, where: str) -> tuple[str, str, str, bool]:
-    """Return an operator's name, without the underscore of one in place; two texts of it; and whether it draws."""
+def _describe(func: Any, where: str) -> tuple[str, str, str, bool]:
+    """Return an operator's name, without the underscore of in-place ones, two texts for it, and whether it draws."""
     name = func.overloadpacket.__name__.removesuffix("_")
     return name, f"{where} computes {name}", f"in {where}, {name}", draws_numbers(func)
 
@@ -130,7 +122,7 @@ class _Listener(TorchDispatchMode):
         into = self._into
         if into.listeners[-1] is not self:  # a forward ends with the loss
             return made
-        name, computes, here, draws = _told(func, self._where)
+        name, computes, here, draws = _describe(func, self._where)
         into.facts.add(computes)
         first = args[0] if args else None
         if draws or not isinstance(first, Tensor):
@@ -168,11 +160,11 @@ class _Listener(TorchDispatchMode):
 
 
 FIRST_TIMES = "first-times"
-"""The name of a rank's file with what no compared step has had: JSON, the step by what happens."""
+"""The name of a rank's file with what no compared step has had: JSON, {fact: step}."""
 
 
 class FirstTimes:
-    """What happens in a rank's steps for the first time."""
+    """What happens for the first time in a rank's steps."""
 
     def __init__(self, path: Path, modules: dict[str, nn.Module]) -> None:
         self._path, self._modules = path, modules
@@ -181,21 +173,11 @@ class FirstTimes:
         self._open: dict[str, int] = {}
 
     def note(
-        self,
-        step: int,
-        used: Iterable[str],
-        trained: Iterable[str],
-        others: Iterable[str] = (),
-        *,
-        compared: bool,
-    ) -> None:
-        """Note which parameters have a gradient in a step, of those that are trained, and in which modes modules are.
+        self, step: int, used: Iterable[str], trained: Iterable[str], others: Iterable[str] = (), *, compared: bool
+    ) -> None:  # fmt: skip
+        """Note which `trained` parameters have a gradient in a step (`used`), modules' modes, and `others`, in words.
 
-        Args:
-            step: the step, counted from 0.
-            used, trained: names of parameters.
-            others: other facts of the step, in words.
-            compared: whether the step is compared with serial training.
+        Steps count from 0; `compared` ones are compared with serial training.
         """
         used, others = frozenset(used), frozenset(others)
         modes = tuple(module.training for module in self._modules.values())
@@ -222,7 +204,7 @@ class FirstTimes:
 
 
 def first_unverified(paths: Iterable[Path]) -> tuple[int, list[str]]:
-    """Return the first step, from 0, with something that no compared step has had, and what; -1 if there is none."""
+    """Return the first step, from 0, with facts that no compared step has had, and these; -1 if there is none."""
     happened = [json.loads(path.read_bytes()) for path in paths if path.exists()]
     first = min((step for facts in happened for step in facts.values()), default=-1)
     return first, sorted({fact for facts in happened for fact, step in facts.items() if step == first})

@@ -9,13 +9,11 @@ A micro-batch goes through these phases; five of them are exchanges between rank
     5 reduce     the gradients of the parameters are summed on rank 0; the others free parameters and gradients
 
 and then rank 0 steps. The loss, the optimizer and all outputs make rank 0 compute more and hold more than the others,
-which wait for it. Parameters are sent again for every micro-batch, as if nn.DataParallel were called for each. DDP
+which wait for it. Rank 0 sends the parameters for every micro-batch, as if nn.DataParallel were called for each. DDP
 (`mpkit.strategies.replicas.ddp`) avoids all this, with one exchange per batch. Rank 0 evaluates by itself.
 
-`mpkit.strategies.reference.dp` is the algorithm, and has the source.
-
-The parameters of a dtype lie side by side in one tensor, and so do their gradients. torch.nn.DataParallel
-works in the same way: a replica lives for one forward and its backward, and only the first GPU keeps the model.
+As in torch.nn.DataParallel, a replica lives for one forward and its backward. The parameters of a dtype lie side by
+side in one tensor, and so do their gradients. `mpkit.strategies.reference.dp` is the algorithm, and has the source.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """The parameters, buffers and gradients of one module, owned by rank 0; the others hold them while they compute."""
+    """The parameters, buffers and gradients of a module, which rank 0 owns and the others hold while they compute."""
 
     def __init__(self, context: Context, plan: Plan, module: nn.Module) -> None:
         self._comm, self._owns = context.comm, context.rank == 0
@@ -111,35 +109,29 @@ class Replica:
 
 @dataclass
 class ScatteredMicroBatch(MicroBatch):
-    """A rank's share of a micro-batch, and on rank 0 the shares of all ranks, one after the other.
+    """A rank's share of a micro-batch, and on rank 0 the shares of all ranks, one after the other."""
 
-    Attributes:
-        whole: (inputs, targets) of all shares on rank 0; None on the others.
-    """
-
-    whole: tuple[Value, Value] | None = None
+    whole: tuple[Value, Value] | None = None  # (inputs, targets) of all shares on rank 0; None on the others
 
 
 class ScatterFeed(Feed):
-    """Feeds rank 0 with whole micro-batches, and the other ranks with their share, of which they need the shapes."""
+    """Feeds rank 0 with whole micro-batches, and the other ranks with their shares, for the shapes."""
 
     def __init__(self, context: Context, job: TrainJob) -> None:
         super().__init__(context, job, needed=True)
         self._owns = context.rank == 0
 
     def _wanted_parts(self, step: int) -> list[slice]:
-        return (
-            [part for each in self._shares(step) for part in each]
-            if self._owns
-            else super()._wanted_parts(step)
-        )
+        if not self._owns:
+            return super()._wanted_parts(step)
+        return [part for each in self._shares(step) for part in each]
 
     def _shares(self, step: int) -> list[list[slice]]:
         size = self._source.size(step)
         return shares(size, min(self._m, size), self._n)
 
     def take(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step, each a `ScatteredMicroBatch`."""
+        """Return a step's micro-batches, each a `ScatteredMicroBatch`."""
         scattered = [ScatteredMicroBatch(**vars(each)) for each in super().take(step)]
         if self._owns:
             for each, parts in zip(scattered, self._shares(step), strict=True):
@@ -162,7 +154,7 @@ class ShareForward(StageForward):
         self.computes_loss = False  # rank 0 gathers the outputs
 
     def flops(self, key: Hashable) -> Flops:
-        """Return FLOPs and bytes of the layers' forward and backward, for shares of this signature."""
+        """Return FLOPs and bytes of the layers' forward and backward."""
         return self._job.where.flops(key, self._s, loss=False)
 
     def _refusal(self, m: int, made: str, expected: str) -> str:
@@ -173,23 +165,16 @@ class ShareForward(StageForward):
 
 
 class DP(GradientSync):
-    """One rank of DP: the owner of the model (rank 0), or one of those that receive a replica for each micro-batch.
-
-    Args:
-        stages: the whole model as one stage, on this rank's device.
-
-    Attributes:
-        loss_scale: factor of the gradients, which lets fp16 represent them.
-    """
+    """One rank of DP: the owner of the model (rank 0), or one that receives a replica for each micro-batch."""
 
     def __init__(self, context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
-        super().__init__(stages)
+        super().__init__(stages)  # the whole model as one stage
         self._comm, self._device, self._record = context.comm, context.device, context.record
         self._job, self._n = job, job.plan.dp
         self._owns = self.computes_loss = context.rank == 0
-        self.loss_scale = 1.0
+        self.loss_scale = 1.0  # factor of the gradients, which lets fp16 represent them
         self._names = {piece.parameter: piece.name for piece in self.pieces}
-        self._grads_ready: set[Tensor] = set()  # whose gradient arrived on this rank in this step
+        self._grads_ready: set[Tensor] = set()  # have had a gradient on this rank in this step
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._grads_ready.add)
         if not self._owns:
@@ -201,11 +186,11 @@ class DP(GradientSync):
     # ---- a step -------------------------------------------------------------------------------------------
 
     def listen(self, heard: ForwardDraws | None) -> None:
-        """Note what forwards draw at random from now on; None: no longer."""
+        """Note the random draws of forwards from now on; None: no longer."""
         self._work.listen(heard)
 
     def watch(self, facts: StepFacts) -> None:
-        """Note from now on what forwards do."""
+        """Note facts about forwards from now on."""
         self._work.watch(facts)
 
     def begin_step(self) -> None:
@@ -214,11 +199,7 @@ class DP(GradientSync):
         self._grads_ready.clear()
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
-        """Run the forward and backward of a batch; rank 0 ends with the gradients.
-
-        Returns:
-            The mean loss over the batch on rank 0, with the count if it has one; nothing on the others.
-        """
+        """Compute a batch's gradients on rank 0; return the mean loss there, with its count if it has one."""
         self._work.begin_step(number, microbatches, self.loss_scale)
         size = sum(each.samples for each in microbatches)
         losses = [self._microbatch(m, each, each.samples / size) for m, each in enumerate(microbatches)]
@@ -237,7 +218,7 @@ class DP(GradientSync):
         # ---- 3 gather
         gathered = [self._comm.gather(output.detach()) for output in outputs]
         specs = self._job.where.boundary(microbatch.key, 0).specs
-        wants = [i for i, spec in enumerate(specs) if spec.requires_grad]  # of what the loss uses
+        wants = [i for i, spec in enumerate(specs) if spec.requires_grad]  # outputs that the loss uses
         like = {i: outputs[i].new_empty(1).expand_as(outputs[i]) for i in wants}
         del outputs  # held until the backward, unless it recomputes them
         loss: list[float] = []
@@ -263,7 +244,7 @@ class DP(GradientSync):
         return part
 
     def _receive(self, like: Tensor) -> Tensor:
-        """Return this rank's part of what rank 0 scatters, which has this shape (k, ...)."""
+        """Receive this rank's part, which has this shape (k, ...), of rank 0's tensor."""
         return self._scatter(like.new_empty(1).expand(self._n * len(like), *like.shape[1:]))
 
     def _loss(
@@ -271,12 +252,8 @@ class DP(GradientSync):
     ) -> tuple[list[float], dict[int, Tensor]]:
         """Compute a micro-batch's share of the loss on rank 0, forward and backward, both recorded.
 
-        Args:
-            outputs, targets: of all ranks, (samples, ...) each.
-            key: the signature of the whole micro-batch.
-
-        Returns:
-            The share of the loss, with its count if it has one; and the gradients of the outputs, by their number.
+        Outputs and targets (samples, ...) are those of all ranks, `key` the signature of the whole micro-batch. Return
+        the share of the loss, with its count if it has one, and the gradients of the outputs, by their number.
         """
         record, boundary = self._record, self._job.where.boundary(key, 0)
         flops = self._job.where.numbers[key][-1].flops
@@ -307,17 +284,15 @@ class DP(GradientSync):
         return [loss.item(), *(each.item() for each in count)], gradients
 
     def finish(self) -> None:
-        """Handle parameters without a gradient."""
+        """Reject parameters without a gradient, or, if the plan allows them, drop their zeros, as if serial."""
         if self._job.plan.unused == "error":
             missing = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
             if missing:
                 raise unused_error(missing)
             return
-        # A parameter that no rank used has no gradient, as in serial training, so that the optimizer leaves it alone.
-        used = torch.tensor(
-            [parameter in self._grads_ready for parameter in self._names], device=self._device
-        )
-        for parameter, count in zip(self._names, self._comm.reduce(used.int()).tolist(), strict=True):
+        used = torch.tensor([parameter in self._grads_ready for parameter in self._names], dtype=torch.int32)
+        counts = self._comm.reduce(used.to(self._device)).tolist()
+        for parameter, count in zip(self._names, counts, strict=True):
             if count == 0:
                 parameter.grad = None
 

@@ -1,27 +1,21 @@
-"""Pickling what is sent to ranks and back: cloudpickle, and special cases for objects from libraries.
+"""Pickling for ranks and back: cloudpickle, which pickles a notebook's classes by value, and special cases.
 
-    functions within functions of installed packages
-        cloudpickle sends such a function with copies of the globals that it uses. On the rank the function would then
-        use the copies and the package the originals; and some globals cannot be copied (a ContextVar). So the function
-        is sent as code that belongs to its module. transformers attaches such functions to models whose hidden states
-        are requested.
-    models of transformers
-        Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
-    functions that wrap a library's
-        They have its name (functools.wraps), and would be looked up by it on the rank.
-    parameters of classes of their own
-        torch pickles them as plain ones.
-    classes of torch's C++ part whose qualified name is not where they are, such as SDPBackend
-        They are sent by the name in their module.
-    parametrized modules
-        `torch.nn.utils.parametrize` (weight_norm, spectral_norm, orthogonal) gives a module a dynamically created
-        class, which cannot be pickled. The module is sent as its original class and its state, and is parametrized
-        again on arrival.
-
-Classes and functions of notebooks and scripts are pickled by value, as cloudpickle always does.
+functions within functions of installed packages
+    cloudpickle copies the globals that such a function uses, so on the rank the function would use the copies and
+    the package the originals; and some globals cannot be copied (a ContextVar). So the function is sent as code
+    of its module. transformers attaches such functions to models whose hidden states are requested.
+models of transformers
+    Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
+functions that wrap a library's
+    They have its name (functools.wraps), under which a rank would find the library's function.
+parameters of classes of their own
+    torch pickles them as plain ones.
+classes of torch's C++ part that are not where their qualified name says, such as SDPBackend
+    They are sent by the name in their module.
+parametrized modules
+    `torch.nn.utils.parametrize` (weight_norm, spectral_norm, orthogonal) gives a module a dynamically created
+    class, which cannot be pickled. So its original class and its state are sent, and parametrized again.
 """
-
-from __future__ import annotations
 
 import io
 import sys
@@ -38,8 +32,7 @@ from torch import Tensor, nn
 ATTRIBUTES = (
     "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__",
 )  # fmt: skip
-RECORDS = "transformers.utils.output_capturing"
-"""The module in which transformers registers which outputs the models of a class can record."""
+RECORDS = "transformers.utils.output_capturing"  # registers which outputs the models of a class can record
 
 
 def dumps(value: object) -> bytes:
@@ -50,18 +43,14 @@ def dumps(value: object) -> bytes:
 
 
 class Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles as cloudpickle does, but for some objects from libraries.
-
-    Attributes:
-        modules: names of the modules of all functions and classes that were pickled.
-    """
+    """Pickles as cloudpickle does, except some objects from libraries."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        self.modules: set[str] = set()
+        self.modules: set[str] = set()  # the modules of all pickled functions and classes
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object; pickle calls this for every object that is not a plain value."""
+        """Reduce an object that is not a plain value."""
         if isinstance(obj, (type, FunctionType)):
             self.modules.add(obj.__module__)
         if isinstance(obj, type) and _is_renamed(obj):
@@ -75,8 +64,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             return _function, (obj.__globals__["__name__"], obj.__code__), state, None, None, _complete
         if isinstance(obj, nn.Parameter) and _loses_its_class(type(obj)):
             return _parameter, (type(obj), *obj.__reduce_ex__(4)[:2])
-        parts = taken_apart(obj)
-        if parts is not None:
+        if (parts := taken_apart(obj)) is not None:
             return parts
         if getattr(type(obj), "_can_record_outputs", None) and RECORDS in sys.modules:
             make, args, state, *_ = obj.__reduce_ex__(4)
@@ -109,20 +97,17 @@ def _member(module: str, name: str) -> Any:
 
 
 def _is_disguised(function: FunctionType) -> bool:
-    """Return whether a notebook's function has a library's name (functools.wraps), by which it would be looked up."""
+    """Return whether a notebook's function has a library's name (functools.wraps)."""
     return function.__globals__.get("__name__") == "__main__" != function.__module__
 
 
 def _is_nested(function: FunctionType) -> bool:
-    """Return whether a function of an installed package made this one, so that it cannot be looked up by name."""
+    """Return whether a function of an installed package defined this one, which then has no name in its module."""
     module = sys.modules.get(function.__globals__.get("__name__", ""))
     file = getattr(module, "__file__", None)
-    if (
-        "<locals>" not in function.__qualname__
-        or module is None
-        or file is None
-        or vars(module) is not function.__globals__
-    ):
+    if module is None or file is None or vars(module) is not function.__globals__:
+        return False
+    if "<locals>" not in function.__qualname__:
         return False
     by_value = cloudpickle.list_registry_pickle_by_value()
     if any(f"{module.__name__}.".startswith(f"{name}.") for name in by_value):

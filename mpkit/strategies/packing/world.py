@@ -1,18 +1,13 @@
-"""What a process has changed for all of its code: settings of torch and NumPy go to the ranks, patches are named.
+"""The state of a process that its pickled objects do not carry: settings, patches of libraries, edited modules.
 
-Ranks are fresh processes, and code that is imported there is what its files say. So a notebook that has set a default
-dtype would train something else on ranks than in its own loop.
+Ranks are fresh processes that import code from its files. So a notebook that has set a default dtype would train
+something else on ranks than in its own loop.
 
-    settings    default dtype, precision of matrix products, deterministic algorithms, and so on: `SETTINGS`
+    settings    default dtype, precision of matrix products, deterministic algorithms, ...: ranks get them (`SETTINGS`)
     patches     the user's own functions and classes in torch's layers and functions, or in the modules that define
                 the model's classes (`nn.SiLU.forward = mine`): a warning names them, and ranks do without
-
-The user's own modules that were edited since this process imported them: ranks import the files as they are now.
-
-The installed modules that define a model do not change while a notebook is open.
+    edits       of the user's own modules since this process imported them: ranks import the files as they are now
 """
-
-from __future__ import annotations
 
 import os
 import pickle
@@ -28,12 +23,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.backends import cuda, cudnn, mha
 
 from mpkit.common.exceptions import report
 
 
 def edited_functions(names: Iterable[str | None]) -> list[str]:
-    """Return the functions of these modules that are not what the modules' files say now."""
+    """Return the functions of these modules that differ from the modules' files."""
     found: list[str] = []
     for name in sorted(name for name in names if name):  # functions of exec() may have none
         module = sys.modules.get(name)
@@ -49,7 +45,7 @@ def _edited_functions(module: ModuleType, file: Path) -> Iterator[str]:
     try:
         now = dict(_codes(compile(file.read_bytes(), str(file), "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError):
-        return  # the rank's import says so
+        return  # the rank's import will fail with it
     for function in _functions(module):
         code = function.__code__
         if code.co_filename == str(file) and "<locals>" not in code.co_qualname:
@@ -78,7 +74,7 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
 
 
 def _content(code: CodeType) -> object:
-    """Return what a function does, wherever in its file it is."""
+    """Return a function's code without its place in the file."""
     parts = [_content(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return code.co_code, code.co_names, parts
 
@@ -94,31 +90,13 @@ def _installed_files() -> tuple[str, ...]:
     return tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 
 
-WARM = ("torch", "mpkit")
-"""Packages that ranks have imported anyway."""
-
-
 def installed_modules(model: nn.Module | None) -> list[str]:
-    """Return the Python modules that define the model's classes, if they are installed and not the user's own files.
-
-    >>> installed_modules(nn.Linear(2, 3))  # torch's are there already
-    []
-    """
-    if model is None:
-        return []
-    names = dict.fromkeys(type(module).__module__ for module in model.modules())
-    return [name for name in names if name.partition(".")[0] not in WARM and is_installed(name)]
+    """Return the installed modules that define the model's classes, without torch's and mpkit's, which ranks have."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules()) if model is not None else ()
+    return [name for name in names if name.partition(".")[0] not in ("torch", "mpkit") and is_installed(name)]
 
 
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
 def _flag(owner: Any, name: str) -> Setting:
@@ -129,29 +107,22 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "mpkit"}
 
 SETTINGS: dict[str, Setting] = {
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch.set_float32_matmul_precision": (
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision,
+    "torch.set_float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.use_deterministic_algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    "torch.use_deterministic_algorithms": (_deterministic, _set_deterministic),
     "torch.autograd.set_detect_anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "torch.backends.cudnn.benchmark": _flag(torch.backends.cudnn, "benchmark"),
-    "torch.backends.cudnn.deterministic": _flag(torch.backends.cudnn, "deterministic"),
-    "torch.backends.cuda.enable_flash_sdp": (
-        torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp,
-    ),
-    "torch.backends.cuda.enable_mem_efficient_sdp": (
-        torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
-    "torch.backends.cuda.enable_math_sdp": (
-        torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp,
-    ),
-    "torch.backends.mha.set_fastpath_enabled": (
-        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled,
-    ),
+    "torch.backends.cudnn.benchmark": _flag(cudnn, "benchmark"),
+    "torch.backends.cudnn.deterministic": _flag(cudnn, "deterministic"),
+    "torch.backends.cuda.enable_flash_sdp": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "torch.backends.cuda.enable_mem_efficient_sdp": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "torch.backends.cuda.enable_math_sdp": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    "torch.backends.mha.set_fastpath_enabled": (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     "numpy.seterr": (np.geterr, lambda value: np.seterr(**value)),
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
 }  # fmt: skip
-"""How each setting is read, and set."""
+"""The functions that read and set each setting."""
 
 
 def pack_world() -> bytes:
@@ -160,11 +131,7 @@ def pack_world() -> bytes:
 
 
 def report_what_stays(modules: Collection[str] = ()) -> None:
-    """Report what this process has changed and ranks will not have.
-
-    Args:
-        modules: the installed modules that define the model's classes.
-    """
+    """Report changes of this process that ranks will not have; `modules` define the model's classes."""
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         report(
             "torch.autocast is on here and not on the ranks: mk.Plan(..., precision='bf16') trains in 16 bits."
@@ -198,8 +165,8 @@ def _users_patches(modules: Collection[str]) -> Iterator[str]:
 
 
 def _is_users(value: Any, own: dict[str, Any]) -> bool:
-    """Return whether something in a library's module, whose names are `own`, comes from the user's code."""
-    if isinstance(value, FunctionType) and value.__globals__ is own:  # most are, and each launch asks for all
+    """Return whether a value in a library's module, whose names are `own`, comes from the user's code."""
+    if isinstance(value, FunctionType) and value.__globals__ is own:  # the common case, first for speed
         return False
     if not isinstance(value, (FunctionType, type)):
         value = getattr(value, "__func__", None)  # of a class method

@@ -6,8 +6,6 @@
 Any difference from the dry run is an error, since the other ranks rely on it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -27,27 +25,13 @@ from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
 class Forward(ForwardWalk):
     """One stage's walk through a forward.
 
-    Args:
-        parameters: names of the parameters on this rank, by id.
-        device: the rank's device.
-        division: the graph, divided among stages.
-        stage: the stage that is computed.
-        known: the tensors that the stage received, by number of the value.
-        draws: the random numbers, separate for each node.
-
-    Attributes:
-        made: tensors that other stages need, by number.
+    `known` has the tensors that the stage received, by number of the value; `draws` the random numbers of each node.
     """
 
     def __init__(
-        self,
-        parameters: dict[int, str],
-        device: torch.device,
-        division: Division,
-        stage: int,
-        known: dict[int, Tensor],
-        draws: Draws,
-    ) -> None:
+        self, parameters: dict[int, str], device: torch.device, division: Division, stage: int,
+        known: dict[int, Tensor], draws: Draws,
+    ) -> None:  # fmt: skip
         super().__init__(parameters)
         self._graph, self._stage_of = division.graph, division.stage_of
         self._stage, self._device = stage, device
@@ -56,7 +40,7 @@ class Forward(ForwardWalk):
         calls = [(node.name, True) if node.block else (node.scope, False) for node in division.graph.nodes]
         self._spans = [*spans_at(calls, draws.own.spans), ()]
         self._next = 0
-        self.made: dict[int, Tensor] = {}
+        self.made: dict[int, Tensor] = {}  # tensors that other stages need, by number
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a node if it is this stage's, and else return stand-ins."""
@@ -75,10 +59,8 @@ class Forward(ForwardWalk):
         result = self._do(node, func, leaves, shape) if own else self._pass_over(node, leaves)
         if node.random:
             self._draws.begin(f"after {k}", self._spans[k + 1])
-        else:
-            self._draws.own.move(
-                self._spans[k + 1], self._device
-            )  # the module that does may be another rank's
+        else:  # the module that does may be another rank's
+            self._draws.own.move(self._spans[k + 1], self._device)
         return result
 
     def check_end(self) -> None:
@@ -113,11 +95,8 @@ class Forward(ForwardWalk):
         if result_shape != node.result:
             raise _another_way(f"{node.name} made something of another structure than in the dry run")
         fresh: dict[int, Value] = {}
-        back = [
-            self._check_leaf(node, promised, leaf, leaves, real, fresh)
-            for promised, leaf in zip(node.leaves, result, strict=True)
-        ]
-        return rebuild(node.result, back)
+        pairs = zip(node.leaves, result, strict=True)
+        return rebuild(node.result, [self._check_leaf(node, *pair, leaves, real, fresh) for pair in pairs])
 
     def tensor(self, value: Value) -> Tensor:
         """Return the tensor behind a value."""
@@ -129,20 +108,14 @@ class Forward(ForwardWalk):
         return value.behind
 
     def _before_writing(self, value: Value, tensor: Tensor) -> Tensor:
-        """Return a tensor that may be written into; the old one is kept where others, or a backward, need it."""
+        """Return a tensor that may be written into; the old one is kept for others, or for a backward."""
         if value.number in self._needed:
             self.made[value.number] = tensor.clone()
         return tensor.clone() if value.number in self._known else tensor
 
     def _check_leaf(
-        self,
-        node: CallNode,
-        promised: Leaf,
-        leaf: Any,
-        given: list[Any],
-        real: list[Any],
-        fresh: dict[int, Value],
-    ) -> Any:
+        self, node: CallNode, promised: Leaf, leaf: Any, given: list[Any], real: list[Any], fresh: dict[int, Value]
+    ) -> Any:  # fmt: skip
         """Return a leaf of a result as the forward continues with it, checked against the dry run."""
         if isinstance(promised, Constant):
             if type(leaf) is not type(promised.value) or leaf != promised.value:

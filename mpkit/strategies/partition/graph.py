@@ -1,10 +1,8 @@
 """Graph: what a model's forward does with a micro-batch of one shape, as the dry run recorded it.
 
-Nodes are the calls of the model's blocks, and the operations between them on what these make. What follows from the
+Nodes are the calls of the model's blocks, and the operations between them on their results. What follows from the
 model's inputs alone is not a node: every rank has the inputs, and computes it itself. All of this is plain data.
 """
-
-from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -41,31 +39,18 @@ Leaf = New | PassedArgument | Constant
 
 @dataclass
 class CallNode:
-    """A call of a block, or an operation between blocks.
+    """A call of a block, or an operation between blocks."""
 
-    Attributes:
-        name: name of the block, such as "transformer.h.0", or of the operation, such as "add".
-        block: whether it is a call of a block.
-        scope: the module in whose forward it runs.
-        arguments: the values that it receives, by number, in order.
-        parameters: the parameters that an operation receives, by name.
-        result: how the leaves of its result are nested.
-        leaves: leaves of its result.
-        written: (argument, number): arguments that it writes into, by their place among its arguments' leaves, and the
-            numbers of the values that they become.
-        random: whether it draws random numbers.
-        flops: FLOPs and bytes.
-    """
-
-    name: str
-    block: bool
-    scope: str
-    arguments: tuple[int, ...]
-    parameters: tuple[str, ...]
-    result: Shape
-    leaves: tuple[Leaf, ...]
+    name: str  # of the block, such as "transformer.h.0", or of the operation, such as "add"
+    block: bool  # whether it is a call of a block
+    scope: str  # the module in whose forward it runs
+    arguments: tuple[int, ...]  # the values that it receives, by number, in order
+    parameters: tuple[str, ...]  # the parameters that an operation receives, by name
+    result: Shape  # how the leaves of its result are nested
+    leaves: tuple[Leaf, ...]  # of its result
+    # Arguments that it writes into: the place among the arguments' leaves, and the number of the new value.
     written: tuple[tuple[int, int], ...] = ()
-    random: bool = False
+    random: bool = False  # whether it draws random numbers
     flops: Flops = field(default_factory=Flops)
 
     @property
@@ -77,18 +62,11 @@ class CallNode:
 
 @dataclass
 class Graph:
-    """The nodes of a forward, and the values between them.
+    """The nodes of a forward, and the values between them."""
 
-    Attributes:
-        nodes: in the order in which they run.
-        specs: specs of the values, by number.
-        wanted: the values that the loss uses.
-        loss: FLOPs of the loss.
-    """
-
-    nodes: list[CallNode] = field(default_factory=list)
-    specs: dict[int, Spec] = field(default_factory=dict)
-    wanted: tuple[int, ...] = ()
+    nodes: list[CallNode] = field(default_factory=list)  # in the order in which they run
+    specs: dict[int, Spec] = field(default_factory=dict)  # of the values, by number
+    wanted: tuple[int, ...] = ()  # the values that the loss uses
     loss: Flops = field(default_factory=Flops)
 
     @property
@@ -99,19 +77,12 @@ class Graph:
 
 @dataclass
 class Division:
-    """A graph divided among stages.
-
-    Attributes:
-        graph: the graph that is divided.
-        stage_of: the stage that runs each node.
-        outputs: for each stage, the numbers of its values that other stages need.
-        routes: everything that is sent from one stage to another.
-    """
+    """A graph divided among stages."""
 
     graph: Graph
-    stage_of: list[int]
-    outputs: list[tuple[int, ...]]
-    routes: list[Route]
+    stage_of: list[int]  # the stage that runs each node
+    outputs: list[tuple[int, ...]]  # by stage, the numbers of its values that other stages need
+    routes: list[Route]  # everything that is sent from one stage to another
 
     def flops(self, stage: int) -> Flops:
         """Return FLOPs and bytes of a stage; the last one includes the loss."""
@@ -123,25 +94,15 @@ class Division:
 
 @dataclass
 class PartitionedModel:
-    """A model that is not a chain, opened and divided among stages; what ranks need to know about it.
+    """A model that is not a chain, opened and divided among stages; what ranks need to know about it."""
 
-    Attributes:
-        modules: names of the opened modules.
-        blocks: names of the modules that are called as a whole.
-        divisions: the division for each signature of a micro-batch.
-        held: for each stage, the parameters that it computes with, by their first name in the model.
-        placed: for each stage, the blocks that it calls.
-        state: the stage that returns each entry of the state dict.
-        stage_of_blocks: the stage of each call of a block.
-    """
-
-    modules: tuple[str, ...]
-    blocks: tuple[str, ...]
-    divisions: dict[Hashable, Division]
-    held: list[tuple[str, ...]]
-    placed: list[tuple[str, ...]]
-    state: dict[str, int]
-    stage_of_blocks: list[int]
+    modules: tuple[str, ...]  # names of the opened modules
+    blocks: tuple[str, ...]  # names of the modules that are called as a whole
+    divisions: dict[Hashable, Division]  # by the signature of a micro-batch
+    held: list[tuple[str, ...]]  # by stage, the first names of the parameters that it computes with
+    placed: list[tuple[str, ...]]  # by stage, the blocks that it calls
+    state: dict[str, int]  # the stage that returns each entry of the state dict
+    stage_of_blocks: list[int]  # the stage of each call of a block
 
     @property
     def shared_weights(self) -> list[SharedWeight]:

@@ -2,7 +2,7 @@
 makes, as every rank encounters it in the model's own forward.
 
 A Value knows its shape, dtype, device, and whether it requires a gradient. On the stage that made it, and on those that
-received it, the tensor itself is behind it; elsewhere nothing is, and it is a stand-in.
+received it, the tensor itself is behind it; elsewhere it is a stand-in.
 """
 
 from __future__ import annotations
@@ -27,19 +27,14 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses from a layer to the next: a tensor, or a tuple of tensors.
+    """What crosses from a layer to the next: a tensor, or a tuple of tensors."""
 
-    Attributes:
-        specs: one per tensor.
-        single: whether the value is a tensor itself, not a tuple of one.
-    """
-
-    specs: tuple[Spec, ...]
-    single: bool = True
+    specs: tuple[Spec, ...]  # one per tensor
+    single: bool = True  # whether the value is a tensor itself, not a tuple of one
 
     @classmethod
     def from_output(cls, value: Any) -> Boundary | None:
-        """Return the boundary for a layer's output, or None if that is neither a tensor nor a tuple of tensors."""
+        """Return the boundary for a layer's output; None if that is neither a tensor nor a tuple of tensors."""
         tensors = (value,) if isinstance(value, Tensor) else value
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors) or not tensors:
             return None
@@ -61,44 +56,28 @@ class Boundary:
 
 
 class Route(NamedTuple):
-    """What one stage sends to a later one for a micro-batch; gradients come back along it.
-
-    Attributes:
-        source, target: the stages at both ends.
-        which: numbers of the source's outputs that are sent.
-        specs: one per tensor.
-    """
+    """What one stage sends to a later one for a micro-batch; gradients come back along it."""
 
     source: int
     target: int
-    which: tuple[int, ...]
-    specs: tuple[Spec, ...]
+    which: tuple[int, ...]  # numbers of the source's outputs that are sent
+    specs: tuple[Spec, ...]  # one per tensor
 
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A weight that several stages compute with, and so train together.
+    """A weight that several stages compute with, and so train together."""
 
-    Attributes:
-        names: the weight's name in each of the stages, in order.
-    """
-
-    names: dict[int, str]
+    names: dict[int, str]  # by stage
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """What a layer does with one micro-batch.
+    """What a layer does with one micro-batch."""
 
-    Attributes:
-        flops: FLOPs and bytes of forward and backward.
-        output: what it passes on; None if that cannot be sent.
-        in_place: whether it writes into its input.
-    """
-
-    flops: Flops
-    output: Boundary | None
-    in_place: bool = False
+    flops: Flops  # of forward and backward
+    output: Boundary | None  # what it passes on; None if that cannot be sent
+    in_place: bool = False  # whether it writes into its input
 
 
 class ValueLooked(Exception):
@@ -106,19 +85,12 @@ class ValueLooked(Exception):
 
 
 class Value(Tensor):
-    """A tensor that a stage makes, or a parameter that another rank holds.
+    """A tensor that a stage makes, or a parameter that another rank holds."""
 
-    Attributes:
-        number: number of its current value in the graph (writing into it makes it another); -1 for a parameter.
-        behind: the tensor itself; None where it is not known.
-        called: name of the parameter, if it is one.
-        stale: whether it shares memory with another that was written into; set in the dry run only.
-    """
-
-    number: int
-    behind: Tensor | None
-    called: str
-    stale: bool
+    number: int  # of its current value in the graph (writing into it makes it another); -1 for a parameter
+    behind: Tensor | None  # the tensor itself; None where it is not known
+    called: str  # the name of the parameter, if it is one
+    stale: bool  # whether it shares memory with another that was written into; set in the dry run only
 
     @staticmethod
     def __new__(

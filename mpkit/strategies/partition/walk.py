@@ -2,8 +2,8 @@
 
 The model is *opened*: some of its modules run their forward as it is written (the model itself, and whatever contains
 blocks), and the others, the *blocks*, are called as a whole. A walk is a torch function mode, so it also intercepts
-every operation between blocks, also an autograd function, which is one operation. Within a block it is off.
-torch.utils.checkpoint between blocks means the blocks in it: each is a node, whose activations are not kept.
+every operation between blocks; an autograd function is one operation. Within a block it is off. torch.utils.checkpoint
+between blocks means the blocks in it: each is a node, whose activations are not kept.
 
     seen            determine whether a call is a question about shapes, an operation, or a block
     inputs only     run an operation on what follows from the model's inputs alone, here and on every rank
@@ -11,8 +11,6 @@ torch.utils.checkpoint between blocks means the blocks in it: each is a node, wh
                     (`mpkit.strategies.prepare.record`), and a stage's forward
                     (`mpkit.strategies.stage.partitioned_stage`)
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,11 +45,7 @@ class OriginalForward:
 
 
 class ForwardWalk(TorchFunctionMode):
-    """Intercepts one forward: `with Walk(...) as walk: model(...)`.
-
-    Args:
-        parameters: names of the model's parameters, by id.
-    """
+    """Intercepts one forward: `with Walk(names of the model's parameters, by id) as walk: model(...)`."""
 
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
@@ -104,14 +98,9 @@ class ForwardWalk(TorchFunctionMode):
 
 
 def prepare_modules(model: nn.Module, opened: Iterable[str], blocks: Iterable[str]) -> dict[str, nn.Module]:
-    """Prepare the modules of a copy of the user's model for walks; this cannot be undone.
+    """Prepare a copy of the user's model for walks, which cannot be undone; return the blocks, by name.
 
-    Args:
-        opened: names of the modules whose forward runs as it is written.
-        blocks: names of the modules that are called as a whole.
-
-    Returns:
-        The blocks, by name.
+    The forward of `opened` modules runs as it is written; `blocks` are called as a whole.
     """
     modules = dict(model.named_modules())
     for name in opened:
@@ -135,7 +124,7 @@ def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 def _with_hooks(module: nn.Module) -> Callable[..., Any]:
     """Return a function that runs the forward of a module and all its hooks, which torch no longer calls.
 
-    Otherwise torch would call them even where the block is skipped, with stand-ins.
+    Torch would call them even where the block is skipped, with stand-ins.
     """
     inner = module.forward
     hooks = {name: module.__dict__[name] for name in HOOKS}
@@ -174,9 +163,6 @@ def around_forward(
     """Call functions before and after a module computes, as forward hooks do; for a block only where it is really run.
 
     A block's own hooks would also be called where it is skipped, with stand-ins.
-
-    Args:
-        before, after: called with a hook's arguments: (module, inputs) and (module, inputs, output).
     """
     if not isinstance(module.forward, AsAWhole):
         module.register_forward_pre_hook(before, prepend=True)  # a user's hook may use the parameters
@@ -209,9 +195,8 @@ def _name_of(func: Any) -> str:
 def _intercept() -> None:
     """Let walks see calls of autograd functions, and what a checkpoint is around, from now on, in this process.
 
-    Of an autograd function torch shows a mode only what its forward computes, which has no graph, so these operations
-    as nodes would have no gradients: the call as a whole is a node. Of a checkpoint the walk sees the blocks within,
-    one by one, and lets each be computed again.
+    Torch shows a mode only what an autograd function's forward computes, which has no graph, so the call as a whole is
+    a node. Of a checkpoint the walk sees the blocks within, one by one, and lets each be computed again.
     """
     inner = vars(Function)["apply"].__get__  # written in Python before torch 2.14, in C from then on
     checkpoint: Any = torch.utils.checkpoint

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Parts = Mapping[str, Sequence[str]]
 """What each tp rank holds of a parameter, such as "rows 0-3"."""
 
-
 STATES = ("parameters", "gradients", "optimizer states")
 """The model states, in the order of the ZeRO paper's figure 1."""
 
@@ -64,19 +63,12 @@ def sharded_states(zero: int) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Talk:
-    """Groups of one axis that communicate over the same link.
-
-    Attributes:
-        axis: the axis, such as "tp".
-        groups: the groups of ranks; along pp, pairs of neighbours.
-        link: the link that they use; None if no hardware was given.
-        crosses: whether the groups span several nodes.
-    """
+    """Groups of one axis that communicate over the same link."""
 
     axis: str
-    groups: tuple[tuple[int, ...], ...]
-    link: Link | None
-    crosses: bool
+    groups: tuple[tuple[int, ...], ...]  # of ranks; along pp, pairs of neighbours
+    link: Link | None  # None if no hardware was given
+    crosses: bool  # whether the groups span several nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,17 +149,11 @@ class Placement(DrawnResult):
 
 
 def place(
-    mesh: Mesh,
-    stages: Sequence[Sequence[str]] = (),
-    shards: Parts | None = None,
-    hardware: Hardware | str | None = None,
-    *,
-    holders: Sequence[int] | None = None,
-    notes: Sequence[str] = (),
-    zero: int = 0,
-    shares: Sequence[Share] = (),
-) -> Placement:
-    """Return the placement of a mesh, a model's stages and shards, all of which are known already.
+    mesh: Mesh, stages: Sequence[Sequence[str]] = (), shards: Parts | None = None,
+    hardware: Hardware | str | None = None, *, holders: Sequence[int] | None = None, notes: Sequence[str] = (),
+    zero: int = 0, shares: Sequence[Share] = (),
+) -> Placement:  # fmt: skip
+    """Return the placement of a mesh, and of a model's stages and shards; see `Placement` for the arguments.
 
     >>> from mpkit.devices.hardware import Device, Hardware, Link
     >>> wires = Link("bus", 1e-6, 80e9), Link("network", 5e-6, 25e9)
@@ -176,13 +162,8 @@ def place(
     [('tp', ((0, 1), (2, 3)), 'bus'), ('pp', ((0, 2), (1, 3)), 'network')]
 
     Args:
-        mesh: the mesh of the ranks.
-        stages: the names of the layers, by stage.
-        shards: what tp divides; see `Parts`.
         hardware: a catalogued machine's name, or a `Hardware`.
         holders: by stage, the place along pp that holds it; None: round robin.
-        notes: remarks for the reader.
-        zero, shares: see `Placement`.
 
     Raises:
         ValueError: the machine has fewer devices than there are ranks.
@@ -214,26 +195,20 @@ def brief(names: Sequence[str]) -> str:
             runs[-1].append(name)
         else:
             runs.append([name])
-    ends = [run[-1].removeprefix(run[0].rstrip("0123456789")) for run in runs]
-    return ", ".join(
-        run[0] if len(run) == 1 else f"{run[0]} to {end}" for run, end in zip(runs, ends, strict=True)
-    )
+    lasts = [run[-1].removeprefix(run[0].rstrip("0123456789")) if run[1:] else "" for run in runs]
+    return ", ".join(f"{run[0]} to {last}" if last else run[0] for run, last in zip(runs, lasts, strict=True))
 
 
 # ---- of a plan, and of a run
 
 
 def placement(
-    plan: Plan,
-    model: nn.Module | None = None,
-    *,
-    hardware: Hardware | str | None = None,
+    plan: Plan, model: nn.Module | None = None, *, hardware: Hardware | str | None = None,
     stages: Sequence[Sequence[str]] | None = None,
-) -> Placement:
+) -> Placement:  # fmt: skip
     """Return where a plan puts a model (see `Plan.placement`), or has put it.
 
-    Args:
-        stages: the names of each stage's layers, as a run has them; None: balanced here.
+    `stages` has the names of each stage's layers, as a run has them; None: they are balanced here.
     """
     holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
     if model is None:
@@ -262,13 +237,14 @@ def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
 
 def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
     """Return the names of a model's layers by stage, and notes on how the stages were balanced."""
+    from torch import nn
+
     from mpkit.strategies.models.chain import cut
 
-    layers = [
-        (f"{name}.{inner}" if inner else name, module)
-        for name, child in model.named_children()
-        for inner, module in (child.named_children() if _is_list(child) else [("", child)])
-    ]
+    layers = []
+    for name, child in model.named_children():
+        inner = child.named_children() if isinstance(child, nn.ModuleList | nn.Sequential) else ()
+        layers += [(f"{name}.{key}", module) for key, module in inner] or [(name, child)]
     names = [name for name, _ in layers]
     if plan.stages == 1:
         return [names], []
@@ -278,21 +254,13 @@ def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
     return [[names[i] for i in part] for part in parts], told
 
 
-def _is_list(module: nn.Module) -> bool:
-    from torch import nn
-
-    return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
 def _words(shard: Shard) -> str:
-    return f"{shard.axis_name} " + ", ".join(
-        f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part)
-    )
+    ranges = [f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part)]
+    return f"{shard.axis_name} {', '.join(ranges)}"
 
 
 def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
-    """Return which replica holds which elements of each parameter of a one-stage model, as `mpkit.strategies.replicas`
-    does.
+    """Return which replica holds which elements of each parameter of a one-stage model (`mpkit.strategies.replicas`).
 
     >>> from torch import nn
     >>> from mpkit import Plan
@@ -316,8 +284,5 @@ def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
         layouts = [FlatLayout(unit.parameters, rank % n, n) for rank in range(plan.dp * plan.cp)]
         for i, parameter in enumerate(unit.parameters):
             parts[id(parameter)] = tuple(layout.own(i) for layout in layouts)
-    return tuple(
-        Share(name, tuple(parameter.shape), parts[id(parameter)])
-        for name, parameter in model.named_parameters()
-        if id(parameter) in parts
-    )
+    divided = [(name, p) for name, p in model.named_parameters() if id(p) in parts]
+    return tuple(Share(name, tuple(p.shape), parts[id(p)]) for name, p in divided)

@@ -1,7 +1,5 @@
 """Checks that the arguments have the right types and values and suit the number of ranks."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable
@@ -51,11 +49,7 @@ CROSS_ENTROPY = "loss=torch.nn.functional.cross_entropy"
 
 
 def check_model(model: Any) -> None:
-    """Check that the model is an nn.Module whose parameters are initialized.
-
-    Raises:
-        ValueError: the model is something else, or has no numbers yet.
-    """
+    """Check that the model is an nn.Module whose parameters are initialized."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(
             f"model={model.__name__} is a class; the model is an object of it: {model.__name__}(...)"
@@ -80,22 +74,14 @@ def check_model(model: Any) -> None:
 
 
 def check_plan(plan: Any, ranks: int) -> None:
-    """Check that the plan is a `Plan` for the given number of ranks that this version can execute.
-
-    Raises:
-        ValueError: it is not a plan, needs a different number of ranks, or splits its backward.
-    """
+    """Check that the plan is a `Plan` for the given number of ranks that this version can execute."""
     if not isinstance(plan, Plan):
-        named = (
-            f"mk.Plan(pp={ranks}, schedule={plan!r})"
-            if isinstance(plan, str) and plan in SCHEDULES
-            else f"mk.Plan.gpipe({ranks}, 8)"
-        )
+        known = isinstance(plan, str) and plan in SCHEDULES
+        named = f"mk.Plan(pp={ranks}, schedule={plan!r})" if known else f"mk.Plan.gpipe({ranks}, 8)"
         raise ValueError(f"plan is {a_kind_of(plan)}; it is an mk.Plan, such as {named}")
     if plan.ranks != ranks:
-        degrees = " x ".join(
-            f"{name}={plan.mesh.degree(name)}" for name in AXES if plan.mesh.degree(name) > 1
-        )
+        axes = [name for name in AXES if plan.mesh.degree(name) > 1]
+        degrees = " x ".join(f"{name}={plan.mesh.degree(name)}" for name in axes)
         takes = f"{degrees or 'a serial plan'}, {plan.ranks} rank{'s' * (plan.ranks > 1)}"
         raise ValueError(
             f"{plan} is for {takes}, and the cluster has {ranks}: mk.Cluster(ranks={plan.ranks}) fits it"
@@ -111,11 +97,7 @@ def check_plan(plan: Any, ranks: int) -> None:
 
 
 def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:
-    """Check that the norm is None or above 0, and the schedule None or a function of the step's number.
-
-    Raises:
-        ValueError: one of them is something else.
-    """
+    """Check that the norm is None or above 0, and the schedule None or a function of the step's number."""
     if max_grad_norm is not None and not (real(max_grad_norm) or 0.0) > 0:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r}: the norm that gradients are clipped to is a number above 0, such as "
@@ -137,11 +119,7 @@ def check_update(max_grad_norm: Any, lr_schedule: Any, steps: int) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Check that the loss is a function of outputs and targets with a mean reduction, without calling it.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Check that the loss is a function of outputs and targets with a mean reduction, without calling it."""
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise ValueError(
             f"loss={loss.__name__} is a class; the loss is an object of it: loss=torch.nn.{loss.__name__}()"
@@ -165,11 +143,7 @@ def a_kind_of(value: Any) -> str:
 
 
 def check_surroundings() -> None:
-    """Check that no mode is on in which plain PyTorch would train in another way, or not at all.
-
-    Raises:
-        ValueError: gradients are off, or autocast is on.
-    """
+    """Check that no mode is on in which plain PyTorch would train in another way, or not at all."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
         raise ValueError(
@@ -196,11 +170,7 @@ EVALUATE = (
 
 
 def check_on_step(on_step: Any) -> Callable[[Any, int], Any] | None:
-    """Return a function that is called after each step.
-
-    Raises:
-        ValueError: it cannot be called with a context and a step.
-    """
+    """Return a function that is called after each step; it takes a context and the step."""
     if on_step is None:
         return None
     if not callable(on_step):
@@ -222,11 +192,7 @@ def check_on_step(on_step: Any) -> Callable[[Any, int], Any] | None:
 
 
 def check_ema(ema: Any) -> float | None:
-    """Return the decay of the average of the weights.
-
-    Raises:
-        ValueError: it is no number from 0 up to 1.
-    """
+    """Return the decay of the average of the weights, from 0 up to 1; None: there is none."""
     if ema is None:
         return None
     if isinstance(ema, bool) or not isinstance(ema, (int, float)) or not 0.0 <= ema < 1.0:
@@ -237,15 +203,9 @@ def check_ema(ema: Any) -> float | None:
 
 
 def take_evaluation(evaluate: Any, every: Any, model: nn.Module) -> EvaluationData | None:
-    """Return what is evaluated and when; the metric is tried on two samples.
+    """Return what is evaluated and when; the metric is tried on two samples, and the model is left unchanged.
 
-    Args:
-        evaluate: data as for training, or (data, metric).
-        every: steps from one evaluation to the next; None: 1.
-        model: the model, which is left unchanged.
-
-    Raises:
-        ValueError: these arguments cannot work.
+    `evaluate` is data as for training, or (data, metric); `every`, the steps between evaluations, is 1 if it is None.
     """
     if evaluate is None:
         if every is not None:
@@ -254,9 +214,7 @@ def take_evaluation(evaluate: Any, every: Any, model: nn.Module) -> EvaluationDa
                 f"after each step: `if step % {every} == 0` in it does something more seldom."
             )
         return None
-    every = (
-        1 if every is None else check_integer("every", every, 1, 10)
-    )  # steps from one evaluation to the next
+    every = 1 if every is None else check_integer("every", every, 1, 10)
     data, metric = evaluate, None
     if isinstance(evaluate, tuple) and len(evaluate) == 2 and callable(evaluate[1]):
         data, metric = evaluate
@@ -282,9 +240,7 @@ def _names(model: nn.Module, batches: Any, metric: Callable[[Any, Any], Any]) ->
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            model.eval()
-            output = call(model, part(inputs, few), first=True)
-        with torch.no_grad():
+            output = call(model.eval(), part(inputs, few), first=True)
             values = measure_scores(metric, output, part(targets, few))
             for value in values.values():
                 if as_pair(value) is None:

@@ -1,7 +1,5 @@
 """The part of the data that the steps use, and what cannot be such data: one rank's share of a dataset, say."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -34,24 +32,13 @@ def is_stream(data: Any) -> bool:
     """
     if isinstance(data, DataLoader):
         return isinstance(data.dataset, IterableDataset)
-    if isinstance(data, IterableDataset):
-        return True
-    return (
-        isinstance(data, Iterable)
-        and not isinstance(data, (Tensor, str, bytes, Mapping))
-        and not hasattr(data, "__len__")
-    )
+    if isinstance(data, (Tensor, str, bytes, Mapping)):
+        return False
+    return isinstance(data, IterableDataset) or (isinstance(data, Iterable) and not hasattr(data, "__len__"))
 
 
 def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
-    """Return the batches that the steps use, on the CPU; of an iterable such as a DataLoader or a generator, the first.
-
-    Of `Batches` only one sample is loaded at this point.
-
-    Raises:
-        ValueError: the data is not a sequence of pairs of tensors, batch first; a generator ends before the steps do;
-            or data without a length are larger than `MOST_READ`.
-    """
+    """Return the batches that the steps use, on the CPU; of an iterable, the first ones."""
     if isinstance(data, Batches):
         data.key(0, slice(None))  # inspects the first sample now rather than on the ranks
         return data
@@ -59,12 +46,8 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
         not isinstance(data, (Sequence, Iterable))
         and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     ):
-        hint = ""
-        if isinstance(data, Tensor):
-            hint = (
-                ". This is one tensor: with its targets, data=[(inputs, targets)] trains on it in every step"
-            )
-        raise ValueError(f"data is {type(data).__name__}; {WANTED}{hint}")
+        hint = ". This is one tensor: with its targets, data=[(inputs, targets)] trains on it in every step"
+        raise ValueError(f"data is {type(data).__name__}; {WANTED}{hint if isinstance(data, Tensor) else ''}")
     check_undivided(data)
     began = time.perf_counter()
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -84,7 +67,7 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
 
 
 def _read(data: Iterable[Any], steps: int) -> list[Any]:
-    """Return so many items of an iterable, or all that it has."""
+    """Return this many items of an iterable, or all that it has."""
     items: list[Any] = []
     held = 0
     iterator = iter(data)
@@ -106,36 +89,26 @@ def _read(data: Iterable[Any], steps: int) -> list[Any]:
 
 
 def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Value, Value]]:
-    """Return a batch of every size that occurs.
-
-    Of a dataset, the first batch is loaded and smaller ones are cut out of it.
-    """
+    """Return a batch of every size that occurs; smaller ones are cut out of a dataset's first batch."""
     if isinstance(batches, WholeBatches):
         return batches
-    whole = batches[0]
-    sizes = {batches.size(step) for step in range(min(steps, len(batches)))}
-    return [
-        (part(whole[0], slice(size)), part(whole[1], slice(size))) for size in sorted(sizes, reverse=True)
-    ]
+    inputs, targets = batches[0]
+    sizes = sorted({batches.size(step) for step in range(min(steps, len(batches)))}, reverse=True)
+    return [(part(inputs, slice(size)), part(targets, slice(size))) for size in sizes]
 
 
 def check_split(batches: list[tuple[Value, Value]], asked: Callable[[], str], m: int, n: int = 1) -> None:
     """Check that every batch has a sample for each of m micro-batches, and equally many for each of DP's n ranks.
 
-    Args:
-        asked: says the plan, for the error.
-
-    Raises:
-        ValueError: a batch has too few samples, or DP cannot scatter it.
+    `asked` returns the plan in words, for the error.
     """
     for i, (inputs, _) in enumerate(batches):
         size = batch_size(inputs)
         if size < m:
             best = max(n for n in range(1, size + 1) if size % n == 0)
             which = f"data[{i}], a batch" if isinstance(batches, WholeBatches) else "a batch"
-            instead = (
-                "" if isinstance(batches, WholeBatches) or not i else ", or drop_last=True in mk.Batches"
-            )
+            listed = isinstance(batches, WholeBatches) or not i
+            instead = "" if listed else ", or drop_last=True in mk.Batches"
             raise ValueError(
                 f"{asked()}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
                 f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
@@ -150,9 +123,6 @@ def check_split(batches: list[tuple[Value, Value]], asked: Callable[[], str], m:
 
 def check_undivided(data: Any) -> None:
     """Check that neither the data nor a sampler within it yields only a share of the samples.
-
-    Raises:
-        ValueError: one does, such as a DataLoader with a DistributedSampler.
 
     >>> from torch.utils.data import DataLoader, DistributedSampler
     >>> sampler = DistributedSampler(range(8), num_replicas=2, rank=0)

@@ -1,13 +1,11 @@
-"""The blocks of a model: which modules are opened, which are blocks, in which order these are called, where it is cut.
+"""The blocks of a model: which modules are opened, which are blocks, in which order they are called, where it is cut.
 
 opened    the model itself; modules that contain cut points, a list of layers, or too much for one stage; and modules
           without state and hooks, such as Dropout: their forward runs as it is written, on every rank
-blocks    all other modules that opened ones call, above all the entries of lists of layers: each is called as a whole
-          by the rank that holds it
+blocks    all other modules that opened ones call, above all the entries of lists of layers: the rank that holds a block
+          calls it as a whole
 calls     of the blocks, one after the other; consecutive calls of the same block are not cut
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
@@ -32,18 +30,13 @@ class PartitionChoice(NamedTuple):
 
 
 def choose(
-    model: nn.Module,
-    stages: int,
-    cut: Sequence[int | str] = (),
-    closed: Collection[str] = (),
+    model: nn.Module, stages: int, cut: Sequence[int | str] = (), closed: Collection[str] = (),
     entered: Collection[str] = (),
-) -> PartitionChoice:
+) -> PartitionChoice:  # fmt: skip
     """Choose what to open so that the model can be cut into this many stages.
 
-    Args:
-        cut: the user's cut points; a module that contains one of them is opened.
-        closed: modules that cannot be opened.
-        entered: modules that must be opened, since other code calls their submodules directly.
+    Modules that contain one of the user's `cut` points are opened, `closed` ones cannot be opened, and `entered` ones
+    must be, since other code calls their submodules directly.
 
     >>> model = nn.Module()
     >>> model.embedding, model.dropout = nn.Embedding(5, 3), nn.Dropout()
@@ -62,11 +55,8 @@ def choose(
             return True
         if isinstance(module, torch.jit.ScriptModule):
             return False
-        if not _has_state(module) and is_bare(module):
-            return True
-        if (
-            is_chain(module) and not name.rpartition(".")[2].isdigit()
-        ):  # as entries of a list of layers are called
+        in_list = name.rpartition(".")[2].isdigit()
+        if (not _has_state(module) and is_bare(module)) or (is_chain(module) and not in_list):
             return True
         inner = [child for child in _called_modules(module) if _has_state(child)]
         while len(inner) == 1:  # skip wrappers
@@ -97,7 +87,6 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_list(module: nn.Module) -> bool:
-    """Return whether the module contains a list of layers."""
     return any(
         (isinstance(inner, nn.ModuleList) or is_chain(inner)) and sum(map(_has_state, inner.children())) > 1
         for inner in module.modules()
@@ -119,25 +108,14 @@ def _weight(module: nn.Module) -> int:
 
 
 def cut_blocks(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[int]:
-    """Return the stage of each call of a block.
+    """Return the stage of each call of a block, or raise a ValueError: there are too few, or none at a cut point.
 
-    Args:
-        graph: the graph of the first shape.
-        plan: the plan with the stages and, if given, the cut points.
-        closed: modules that could not be opened, and why.
-
-    Raises:
-        ValueError: there are too few blocks, or none at a cut point.
+    `closed` says which modules could not be opened, and why.
     """
     nodes, groups = [graph.nodes[k] for k in graph.blocks], groups_of(graph)
     names = [nodes[group[0]].name for group in groups]
-    costs = [
-        sum(
-            nodes[i].flops.forward + sum(prod(graph.specs[n].shape) for n in nodes[i].made_values)
-            for i in group
-        )
-        for group in groups
-    ]
+    made = [sum(prod(graph.specs[n].shape) for n in node.made_values) for node in nodes]
+    costs = [sum(nodes[i].flops.forward + made[i] for i in group) for group in groups]
     try:
         stages = cut(names, costs, plan.stages, None if plan.cut is None else _points(plan.cut, names))
     except ValueError as error:
@@ -147,7 +125,7 @@ def cut_blocks(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[int]:
 
 
 def _points(given: Sequence[int | str], names: list[str]) -> list[int | str]:
-    """Return the user's cut points; one that is not a block is replaced by the first block within."""
+    """Return the user's cut points; one that is not a block becomes the first block within."""
     return [
         point if point in names else next((n for n in names if n.startswith(f"{point}.")), point)
         for point in given
@@ -161,11 +139,7 @@ def groups_of(graph: Graph) -> list[list[int]]:
 
 
 def check_alike(graphs: Collection[Graph]) -> None:
-    """Check that the model calls the same blocks in the same order for micro-batches of every shape.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the model calls the same blocks in the same order for micro-batches of every shape."""
     if len({tuple(graph.nodes[k].name for k in graph.blocks) for graph in graphs}) > 1:
         raise ValueError(
             "The model calls other blocks, or in another order, for micro-batches of another shape, so that it cannot "

@@ -1,18 +1,15 @@
-"""The checks: what is rejected before a rank starts, since nothing later would say it, or not as well.
+"""The checks: what is rejected before a rank starts, because nothing later would say it, or not as well.
 
-Each reads the `ResolvedPlan` and the `Task`, computes nothing and hands nothing on, and stays for one of three reasons:
+Each check reads the `ResolvedPlan` and the `Task`, computes nothing, and stays for one of three reasons:
 
     blind      the run's proof cannot see it
     obscure    without it the run ends in an error that nobody understands
-    common     it is a frequent mistake, and models too large to be proved have it too
+    common     it is a frequent mistake, and models too large to be proved make it too
 
-What else would not be serial training the proof stops in step 1, and says why (`mpkit.strategies.proof.causes`).
-What is rejected before: arguments of wrong types and values (`arguments`), and whatever the plan cannot be
-resolved for, such as a model that refuses its data, or more stages than layers (`resolve`). docs/checks.md has an
-example of each row, and of what the proof stops.
+The proof stops everything else that would not be serial training in step 1, and says why
+(`mpkit.strategies.proof.causes`). Rejected earlier: arguments of wrong types and values (`arguments`), and whatever the
+plan cannot be resolved for, such as more stages than layers (`resolve`). docs/checks.md has an example of each row.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
@@ -32,7 +29,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.strategies.data.microbatch import Value, batch_size
 from mpkit.strategies.experts.divide import find_balanced
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.job.job import ResolvedPlan
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.hooks import backward_hooks, hook_name, parameter_hooks
@@ -42,34 +39,22 @@ Key = TypeVar("Key", str, int)
 
 
 class Task(NamedTuple):
-    """What is to be trained, as the checks see it.
+    """What is to be trained, as the checks see it."""
 
-    Attributes:
-        model: on the CPU, as it is sent to the ranks.
-        given_model: the same model as the user has it.
-        sizes: a batch of every size that occurs; `listed` if these are all that there are.
-        loss: the loss as it was given; `counts` if ranks call it as (total, count).
-    """
-
-    model: nn.Module
-    given_model: nn.Module
-    sizes: list[tuple[Value, Value]]
-    listed: bool
-    loss: Callable[[Any, Any], Any]
-    counts: bool
+    model: nn.Module  # on the CPU, as it is sent to the ranks
+    given_model: nn.Module  # the same model as the user has it
+    sizes: list[tuple[Value, Value]]  # a batch of every size that occurs
+    listed: bool  # whether `sizes` holds every batch
+    loss: Callable[[Any, Any], Any]  # as the user gave it
+    counts: bool  # whether ranks call the loss as (total, count)
 
 
 class Check(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: what is looked at; the heading of its section in docs/checks.md.
-        why: why it is not left to the run: "blind", "obscure" or "common".
-        find: returns why it is rejected and what would work; None if there is nothing to reject.
-    """
-
-    name: str
-    why: str
+    name: str  # the heading of its section in docs/checks.md
+    why: str  # the run would not say it: "blind", "obscure" or "common"
+    # Returns why it is rejected and what would work; None if there is nothing to reject.
     find: Callable[[ResolvedPlan, Task], str | None]
 
 
@@ -79,11 +64,7 @@ def find_rejection(resolved: ResolvedPlan, task: Task) -> str | None:
 
 
 def raise_rejection(why: str | None) -> None:
-    """Raise a rejection as a ValueError; None is no rejection.
-
-    Raises:
-        ValueError: there is a rejection.
-    """
+    """Raise a rejection as a ValueError; None is not a rejection."""
     if why is not None:
         raise ValueError(why)
 
@@ -108,8 +89,8 @@ def check_shared_memory(_: ResolvedPlan, task: Task) -> str | None:
 def find_shared_memory(model: nn.Module) -> str | None:
     """Reject a trained parameter that changes, in plain PyTorch, whenever another tensor of the model does.
 
-    Copies of a model keep parameters that are one object, and make two tensors of two objects in the same memory. The
-    proof is blind to it: its copy separates them too.
+    Copies of a model keep one shared object, but make two tensors of two objects in the same memory. The proof is blind
+    to it: its copy separates them too.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight = nn.Parameter(model[0].weight.data.t())
@@ -184,7 +165,6 @@ def find_wrong_embedding(model: nn.Module, *, shared: bool, local: bool = False)
     """Reject embeddings whose gradients cannot be sent, or whose forward writes into rows.
 
     Args:
-        model: the model.
         shared: whether ranks look up different rows of the same table, or hold parts of it.
         local: whether each rank computes the mean loss of its own samples, in a loop of the user's.
     """
@@ -223,9 +203,8 @@ def check_compiled(resolved: ResolvedPlan, task: Task) -> str | None:
                 if plan.zero == 3
                 else "the ranks of a divided layer communicate within it"
             )
-            works = (
-                f"Plan.zero(2, {plan.dp})" if plan.zero == 3 and plan.dp > 1 else f"Plan.ddp({plan.ranks})"
-            )
+            zero_2 = plan.zero == 3 and plan.dp > 1
+            works = f"Plan.zero(2, {plan.dp})" if zero_2 else f"Plan.ddp({plan.ranks})"
             return (
                 f"{plan}: {name or 'the model'} is compiled (torch.compile), and {why}, which compiled code does not "
                 f"see. What works: {works}; or without torch.compile: {_in_code(name)}._orig_mod"
@@ -235,7 +214,7 @@ def check_compiled(resolved: ResolvedPlan, task: Task) -> str | None:
 
 def check_batchnorms(resolved: ResolvedPlan, task: Task) -> str | None:
     """Reject BatchNorms whose statistics cannot be those of the whole batch, where the plan wants that."""
-    plan, batches = resolved.plan, task.sizes
+    plan = resolved.plan
     divided = plan.dp > 1 or plan.microbatches > 1
     norms = batch_norms(task.model) if divided and plan.batchnorm == "sync" else {}
     if norms and plan.microbatches > 1:
@@ -245,7 +224,7 @@ def check_batchnorms(resolved: ResolvedPlan, task: Task) -> str | None:
             "training does. What works: microbatches=1; a norm that looks at single samples, such as nn.GroupNorm; or, "
             "if other statistics are meant, batchnorm='local' in the Plan."
         )
-    sizes = [batch_size(inputs) for inputs, _ in batches]
+    sizes = [batch_size(inputs) for inputs, _ in task.sizes]
     i = min(range(len(sizes)), key=lambda i: sizes[i])
     if norms and sizes[i] < plan.dp:
         first = next(iter(norms))
@@ -263,11 +242,7 @@ def check_batchnorms(resolved: ResolvedPlan, task: Task) -> str | None:
 
 
 def check_global_hooks() -> None:
-    """Check that no hook is registered on all modules.
-
-    Raises:
-        ValueError: there is such a hook.
-    """
+    """Raise a ValueError if a hook is registered on all modules."""
     kinds = {
         "register_module_forward_pre_hook": _global_forward_pre_hooks,
         "register_module_forward_hook": _global_forward_hooks,
@@ -300,10 +275,9 @@ def check_state_hooks(_: ResolvedPlan, task: Task) -> str | None:
     """Reject hooks that add, rename, drop or replace entries of the model's state dict."""
     model = task.model
     hooks = [
-        (name, function)
-        for name, module in model.named_modules()
+        (name, function) for name, module in model.named_modules()
         for function in (*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values())
-    ]
+    ]  # fmt: skip
     if not hooks:
         return None
     state = model.state_dict(keep_vars=True)
@@ -328,7 +302,7 @@ def check_state_hooks(_: ResolvedPlan, task: Task) -> str | None:
 
 
 def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> str | None:
-    """Reject outputs that rank 0 cannot gather (DP), since they are no tensors whose first dimension is the batch."""
+    """Reject outputs that rank 0 cannot gather (DP): their first dimension is not the batch."""
     plan = resolved.plan
     if plan.dp == 1 or plan.data_parallel != "dp":
         return None
@@ -400,10 +374,8 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
 def _has_forwards_first(schedule: Schedule) -> bool:
     """Return whether each stage begins its backwards after all its forwards."""
     for row in schedule.rows:
-        backward = {
-            action.stage: i for i, action in reversed(list(enumerate(row))) if action.kind in ("B", "I")
-        }
-        if any(action.kind == "F" and i > backward[action.stage] for i, action in enumerate(row)):
+        last_forward = {action.stage: i for i, action in enumerate(row) if action.kind == "F"}
+        if any(a.kind in ("B", "I") and i < last_forward.get(a.stage, -1) for i, a in enumerate(row)):
             return False
     return True
 

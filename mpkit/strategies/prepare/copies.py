@@ -1,10 +1,8 @@
 """Copies of a model whose functions refer to the copy.
 
 `copy.deepcopy` does not copy functions. A forward or a hook that was attached to a model and refers to it (`lambda x:
-model.head(x)`) would still refer to the original model; after pickling it refers to the copy.
+model.head(x)`) would still refer to the original model, but after pickling to the copy.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
@@ -32,7 +30,9 @@ Result = TypeVar("Result")
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of the model.
+    """Return a deep copy of the model, or raise a ValueError: it may hold a lock, or the like.
+
+    `memo` maps the id of an object in the model to its replacement in the copy.
 
     >>> def doubled(model):
     ...     model.forward = lambda x: nn.Linear.forward(model, x) * 2
@@ -40,12 +40,6 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     >>> model = doubled(nn.Linear(2, 2))
     >>> copy_model(model).forward.__closure__[0].cell_contents is model
     False
-
-    Args:
-        memo: maps the id of an object in the model to its replacement in the copy.
-
-    Raises:
-        ValueError: the model holds something that cannot be copied, such as a lock.
     """
     memo = {} if memo is None else memo
     for buffer in model.buffers():
@@ -76,7 +70,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def _refusal(module: nn.Module) -> Exception | None:
-    """Return what a module raises when it is copied; None if it can be copied."""
+    """Return what copying a module raises; None if it can be copied."""
     try:
         copy.deepcopy(module)
     except Exception as error:
@@ -87,41 +81,23 @@ def _refusal(module: nn.Module) -> Exception | None:
 def ready_to_travel(model: nn.Module) -> nn.Module:
     """Return the model itself, or a copy if some of it is on a GPU or belongs to a graph.
 
-    Raises:
-        ValueError: the model cannot be copied.
+    A tensor that a module keeps from a forward, such as the weight that `torch.nn.utils.weight_norm` computes, can be
+    neither copied nor sent together with its graph.
     """
-    model = without_graphs(model)
+    values = (value for module in model.modules() for value in vars(module).values())
+    tensors = [leaf for value in values for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    if kept := [tensor for tensor in tensors if tensor.grad_fn is not None]:
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        model = copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
     if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
         return model
     return copy_model(model).cpu()
 
 
-def without_graphs(model: nn.Module) -> nn.Module:
-    """Return the model itself, or a copy if a tensor that it keeps belongs to a graph.
-
-    A tensor that a module keeps from a forward, as `torch.nn.utils.weight_norm` keeps the weight that it computes, can
-    be neither copied nor sent together with its graph.
-
-    Raises:
-        ValueError: the model cannot be copied.
-    """
-    kept = [
-        leaf
-        for module in model.modules()
-        for value in vars(module).values()
-        for leaf in flatten(value)[0]
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-    ]
-    if kept:
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        return copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
-    return model
-
-
 class _DropContent(TorchFunctionMode):
     """Lets `copy.deepcopy` make fakes of the plain tensors that modules keep in attributes, lists and objects.
 
-    The mode converts storages once, so that tensors that share memory share it in the copy.
+    It converts each storage once, so tensors that share memory share it in the copy.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -131,7 +107,6 @@ class _DropContent(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function; of a tensor that is copied, return a fake."""
         if func is not Tensor.__deepcopy__ or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
@@ -141,11 +116,10 @@ class _DropContent(TorchFunctionMode):
 
 
 def _lacks_content(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised in place of, is of the kinds that fakes without numbers raise.
+    """Return whether an error, or one behind it, is of the kinds that fakes raise because they have no numbers.
 
-    `item`, a branch on values and operators whose output's shape depends on values raise subclasses of RuntimeError
-    (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException); so does access to memory.
-    Conversions to Python's or NumPy's types, and dtypes that do not go together, raise TypeError.
+    `item`, branches on values, operators whose output's shape depends on values, and access to memory raise subclasses
+    of RuntimeError. Conversions to Python's or NumPy's types, and dtypes that do not go together, raise TypeError.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen and not isinstance(error, (RuntimeError, TypeError)):
@@ -158,12 +132,8 @@ class DryRuns:
     """Runs a model without consequences: a copy on fake tensors, and where that is impossible, one on real ones.
 
     Args:
-        model: the model, which is left as it is.
-        dtype: what its tensors of floating point are cast to; None: they stay.
+        dtype: what its floating-point tensors are cast to; None: they stay.
         ready: changes a copy before it is run.
-
-    Attributes:
-        on_fakes: whether what runs now runs on fake tensors.
     """
 
     def __init__(
@@ -173,23 +143,15 @@ class DryRuns:
         self._model, self._dtype, self._ready = model, dtype, ready
         self._mode = FakeMode()
         self._fake: nn.Module | None = None
-        self.on_fakes = False
+        self.on_fakes = False  # whether what runs now runs on fake tensors
 
     def run(
         self, fn: Callable[..., Result], *values: Value, what: str, final: tuple[type[Exception], ...] = ()
     ) -> Result:
-        """Return fn(copy, *values); what it refuses is refused again on real tensors, with numbers in the message.
+        """Return fn(copy, *values); what fails on fake tensors is run again on real ones, for an error with numbers.
 
-        An error that only fake tensors raise is expected where it is for want of content, and reported otherwise.
-
-        Args:
-            fn: what is run.
-            values: inputs, targets, of which it is given copies.
-            what: what is run, such as "the model"; the report begins with it.
-            final: exceptions that are a result on fake tensors already.
-
-        Raises:
-            Exception: whatever it raises on real tensors, and exceptions of the kinds `final`.
+        An error that only fake tensors raise is expected if they lack the content, and reported otherwise. `what`, such
+        as "the model", begins the report; `final` exceptions are a result on fake tensors already.
         """
         self.on_fakes = True
         try:
@@ -229,7 +191,7 @@ class DryRuns:
 
 
 def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:
-    """Return whether the tensors of a model and a batch hold numbers: none is on the meta device, or fake."""
+    """Return whether the tensors of a model and a batch hold numbers: none is fake, or on the meta device."""
     tensors = (*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1]))
     fake = _get_dispatch_mode(_TorchDispatchModeKey.FAKE)
     return fake is None and not any(tensor.is_meta for tensor in tensors)

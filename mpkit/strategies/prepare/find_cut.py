@@ -100,11 +100,8 @@ def _find(
         blocks, groups = [graph.nodes[k] for k in graph.blocks], groups_of(graph)
         names = [blocks[group[0]].name for group in groups]
         modules, taken = dict(model.named_modules()), [cost for _, cost in timing.calls]
-        each = (
-            [block.flops.forward for block in blocks]
-            if by == "flops"
-            else [cost.forward + cost.backward for cost in taken]
-        )
+        each = [block.flops.forward for block in blocks]
+        each = each if by == "flops" else [cost.forward + cost.backward for cost in taken]
         costs = [sum(each[i] for i in group) for group in groups]
         sizes = [sum(p.numel() for p in modules[name].parameters()) for name in names]
         kept = [sum(taken[i].kept for i in group) for group in groups]
@@ -118,14 +115,11 @@ def _find(
     whole = sum(costs) or 1.0
     stages_found = [
         StageFound(
-            [names[i] for i in stage],
-            sum(costs[i] for i in stage),
-            sum(costs[i] for i in stage) / whole,
-            sum(sizes[i] for i in stage),
-            sum(kept[i] for i in stage),
+            [names[i] for i in stage], cost := sum(costs[i] for i in stage), cost / whole,
+            sum(sizes[i] for i in stage), sum(kept[i] for i in stage),
         )
         for stage in balanced
-    ]
+    ]  # fmt: skip
     sends = {
         (route.source, route.target): sum(prod(spec.shape) * spec.dtype.itemsize for spec in route.specs)
         for route in division.routes
@@ -142,10 +136,7 @@ def _points(model: nn.Module, names: list[str], at: list[int]) -> list[int | str
     return [names[i] if names.index(names[i]) == i else i for i in at]
 
 
-BY = {
-    "time": "measured seconds of forward and backward",
-    "flops": "FLOPs of the forward",
-}
+BY = {"time": "measured seconds of forward and backward", "flops": "FLOPs of the forward"}
 
 
 @dataclass(frozen=True)
@@ -199,11 +190,7 @@ class Cut:
 
 
 def _bytes(n: int) -> str:
-    """Format a number of bytes for a table.
-
-    >>> _bytes(1500), _bytes(40)
-    ('1.5 kB', '40 B')
-    """
+    """Format a number of bytes for a table, such as "1.5 kB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= size:
             return f"{n / size:.1f} {unit}"
@@ -213,42 +200,30 @@ def _bytes(n: int) -> str:
 # ---- measured ------------------------------------------------------------------------------------------------
 
 
-TIMES = 3
-"""How often each block is run."""
+TIMES = 3  # how often each block is run
 
 
 class CallCost(NamedTuple):
-    """The cost of one call of a block.
+    """The cost of one call of a block."""
 
-    Attributes:
-        forward, backward: seconds.
-        kept: bytes that autograd saves, besides the block's parameters.
-    """
-
-    forward: float
-    backward: float
-    kept: int
+    forward: float  # seconds
+    backward: float  # seconds
+    kept: int  # bytes that autograd saves, besides the block's parameters
 
 
 class Timing(ForwardWalk):
-    """A walk that computes everything and times each call of a block.
-
-    Attributes:
-        calls: the name and cost of each call, in order.
-    """
+    """A walk that computes everything and times each call of a block."""
 
     def __init__(self) -> None:
         super().__init__({})
-        self.calls: list[tuple[str, CallCost]] = []
+        self.calls: list[tuple[str, CallCost]] = []  # names and costs, in order
 
     def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Time the call of a block; operations between blocks are not seen, since there are no values here."""
         assert isinstance(func, OriginalForward)
         runs = [_once(func, args, kwargs) for _ in range(TIMES)]
-        taken = CallCost(
-            min(run.forward for run in runs), min(run.backward for run in runs), max(run.kept for run in runs)
-        )
-        self.calls.append((name, taken))
+        forwards, backwards, kept = zip(*runs, strict=True)
+        self.calls.append((name, CallCost(min(forwards), min(backwards), max(kept))))
         with torch.no_grad():
             return func(*args, **kwargs)
 
@@ -280,6 +255,6 @@ def _once(block: OriginalForward, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Return a copy that a block may write into, and that has a gradient as in the middle of a model if it can."""
+    """Return a copy that a block may write into, and that has a gradient, as in the middle of a model, if it can."""
     copied = tensor.detach().clone()
     return copied.requires_grad_().clone() if copied.is_floating_point() else copied

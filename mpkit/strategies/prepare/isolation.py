@@ -5,8 +5,6 @@ fork server does while it imports torch, or a rank, the threads wait for each ot
 thread would compute.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random
@@ -25,16 +23,13 @@ from mpkit.errors import UnwisePlan
 def quiet() -> Iterator[None]:
     """Suppress printing, logging and warnings inside the context, and restore all random states afterwards.
 
-    One thread at a time: others that train wait, and what they print meanwhile is shown.
-
-    What mpkit itself reports there (`UnwisePlan`) is shown afterwards, unless the context ends with an exception.
+    One thread at a time: others that train wait, and their output is shown. What mpkit itself reports (`UnwisePlan`)
+    appears afterwards, unless the context ends with an exception.
     """
     with LOCK:
         states = random.getstate(), np.random.get_state()
         logged = logging.root.manager.disable
-        logging.disable(
-            logging.CRITICAL
-        )  # fake tensors log every refusal, with a traceback from inside torch
+        logging.disable(logging.CRITICAL)  # fake tensors log every refusal, with torch's traceback
         with torch.random.fork_rng(devices=[]), silent(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", UnwisePlan)
@@ -50,12 +45,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_threads(number: int) -> Iterator[None]:
-    """Let torch compute on this many threads inside the context, but on no more than it would anyway, and at least one.
-
-    >>> with on_threads(1):
-    ...     torch.get_num_threads()
-    1
-    """
+    """Let torch compute on this many threads inside the context, but on no more than otherwise, and at least one."""
     with LOCK:
         before = torch.get_num_threads()
         number = max(1, min(number, before))

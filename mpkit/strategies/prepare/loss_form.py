@@ -1,10 +1,8 @@
 """How ranks call the loss of a part of the batch: as a mean over samples, or as (total, count).
 
 A loss that is one call of a mean of torch.nn.functional is called as (total, count) wherever the parts of a batch may
-count differently: ignored targets, class weights. So the user's plain `F.cross_entropy` is right in any plan.
+count differently (ignored targets, class weights), so the user's plain `F.cross_entropy` is right in any plan.
 """
-
-from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
@@ -31,17 +29,11 @@ BY_SAMPLE = (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_ma
 
 @dataclass(frozen=True)
 class OneMean:
-    """A loss that is one call of a mean of torch.nn.functional.
+    """A loss that is one call of a mean of torch.nn.functional."""
 
-    Attributes:
-        per_sample: whether it certainly divides by as much for each sample, whatever the targets' values.
-        ignored: the value of targets that do not count, if that is all that may differ; None otherwise.
-        place: the index among the targets of the tensor that it looks at.
-    """
-
-    per_sample: bool
-    ignored: int | None
-    place: int
+    per_sample: bool  # it certainly divides by as much for each sample, whatever the targets' values
+    ignored: int | None  # the value of targets that do not count, if that is all that may differ
+    place: int  # the index among the targets of the tensor that it looks at
 
     def is_over_samples(self, batches: Any) -> bool:
         """Return whether it is a mean over samples for all batches; only a list of them can be inspected.
@@ -51,15 +43,14 @@ class OneMean:
         if self.per_sample or self.ignored is None or not isinstance(batches, list):
             return self.per_sample
         targets = (leaves(batch)[self.place] for _, batch in batches)
-        return not any(
-            bool((each == self.ignored).any()) for each in targets if not isinstance(each, FakeTensor)
-        )
+        known = (each for each in targets if not isinstance(each, FakeTensor))
+        return not any(bool((each == self.ignored).any()) for each in known)
 
 
 def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     """Return what is known of a loss that is one call of a mean of torch.nn.functional; None if it is something else.
 
-    What the loss remembers changes: it is a copy (`copy_loss`).
+    What the loss remembers changes, so it is given a copy (`copy_loss`).
 
     >>> import torch
     >>> find_mean(torch.nn.functional.mse_loss, torch.zeros(4, 2), torch.zeros(4, 2))
@@ -68,9 +59,10 @@ def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     if isinstance(loss, WholeBatchLoss):
         return None
     targets = map_tensors(Tensor.contiguous, targets)  # so that a loss that flattens them makes a view
+    # The training does not communicate here: divided logits become whole ones.
     outputs = tree_map_only(
-        DividedLogits, _stand_in, outputs
-    )  # this call is no communication of the training
+        DividedLogits, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), outputs
+    )
     with SummedMeans() as reduced:
         try:
             value = loss(outputs, targets)
@@ -104,9 +96,8 @@ def find_loss_form(
     """Return the loss as ranks call it, and the number near the count of a batch by which they divide totals.
 
     Args:
-        loss: the loss as it was given; `mean`: what is known of it.
-        batches: what each step takes; `batch`: the first one.
-        pairs: whether it returned (total, count) in the dry run.
+        batch: the first one.
+        pairs: whether the loss returned (total, count) in the dry run.
         at_once: whether one rank computes the loss of all samples of a batch at once.
     """
     if at_once:
@@ -128,17 +119,8 @@ def _place(target: Any, targets: Value) -> int | None:
     return None
 
 
-def _stand_in(logits: DividedLogits) -> Tensor:
-    """Return undivided logits of the same shape."""
-    return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
 def copy_loss(loss: Loss) -> Loss:
-    """Return a copy of the loss as a rank receives it, so that what the original remembers does not change.
-
-    Raises:
-        ValueError: it cannot be sent to a rank.
-    """
+    """Return a copy of the loss as a rank receives it, so that what the original remembers does not change."""
     try:
         copy: Loss = pickle.loads(dumps(loss))
     except Exception as error:

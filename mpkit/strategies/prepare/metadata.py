@@ -1,7 +1,5 @@
 """A trace's metadata about its run: the plan, which rank has what, and the sizes that formulas need."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -11,7 +9,7 @@ from torch import nn
 
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.job.job import ResolvedPlan
 from mpkit.strategies.prepare.sample import SampleSeen
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
@@ -23,22 +21,21 @@ def describe_run(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the metadata of a run, in JSON types.
 
-    Args:
-        model: the whole model.
-        batch: the first one.
-        resolved: the plan, resolved for them; sample: what ranks exchange of one sample.
-        by_owner: whether ZeRO-1 gives each parameter whole to one rank.
+    replicas: the ranks of each replica, which all know its share of the loss (under DP rank 0 knows all of it).
+    mesh: what `mpkit.timeline.formulas` needs, for the average micro-batch.
 
-    Returns:
-        plan: the plan as JSON; stages: names of layers by stage; parameters: the model's number of parameters; dtype:
-        the dtype of computation; replicas: the ranks of each replica, which all know its share of the loss (under DP
-        rank 0 knows all of it); mesh: what `mpkit.timeline.formulas` needs, for the average micro-batch.
+    Args:
+        batch: the first one.
+        sample: what ranks exchange of one sample.
+        by_owner: whether ZeRO-1 gives each parameter whole to one rank.
     """
     plan, held, parameters = resolved.plan, resolved.held, list(model.parameters())
     dtype = PRECISIONS.get(plan.precision, parameters[0].dtype if parameters else torch.float32)
     alone = plan.data_parallel == "dp"
     sharded, named = resolved.sharded[0], dict(model.named_parameters(remove_duplicate=False))
-    samples = _share_sizes(batch_size(batch[0]), plan.microbatches, plan.dp)
+    size = batch_size(batch[0])
+    split = shares(size, plan.microbatches, plan.dp)
+    samples = [len(range(size)[which]) for each in split for which in each]
     average = sum(samples) / len(samples)
     evenly = average / max(samples)
     # ---- activations between layers, and the inputs and outputs of attentions, of the average micro-batch
@@ -97,13 +94,7 @@ def _regions(model: nn.Module, sharded: ShardedModel, held: Sequence[Sequence[st
 
 
 def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
-    """Return, by stage, how many of these modules it has."""
     return [sum(any(n.startswith(f"{module}.") for n in names) for module in modules) for names in held]
-
-
-def _share_sizes(size: int, microbatches: int, replicas: int) -> list[int]:
-    """Return the number of samples in each replica's share of each micro-batch."""
-    return [len(range(size)[which]) for each in shares(size, microbatches, replicas) for which in each]
 
 
 def _stream_of_sample(inputs: Value, sharded: ShardedModel) -> int:
@@ -122,7 +113,7 @@ def _expert_numbers(
 ) -> dict[str, Any]:
     """Return what experts add to the formulas: nothing without ep, and without experts that tp divides.
 
-    Along tp, by stage, the layers with such experts, and the choices of a micro-batch's tokens. Along ep, by rank the
+    Along tp: by stage, the layers with such experts, and the choices of a micro-batch's tokens. Along ep: by rank, the
     elements of its experts, and by stage the bytes of a micro-batch's all-to-alls, of whole sequences: rows, counts.
     """
     plan, held, names = resolved.plan, resolved.held, resolved.sharded[0].experts
@@ -162,7 +153,7 @@ def _partial(
 def _tied(
     whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, size: int
 ) -> tuple[list[float], list[float]]:
-    """Return, by place along pp, the bytes of tied weights sent per step, and the elements of those that are there.
+    """Return, by place along pp, the bytes of tied weights sent per step, and the elements of those held there.
 
     Gradients go to the owner, and weights to the borrowers.
     """

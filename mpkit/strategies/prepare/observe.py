@@ -1,8 +1,8 @@
-"""One run of model and loss, forward and backward, of which everything else that is known before the start is read.
+"""One run of model and loss, forward and backward, from which everything else that is known before the start is read.
 
 Under torch's FakeTensorMode every operation computes shapes and no numbers, so a model of any size runs in
-milliseconds, and inputs that it would refuse are refused here, before any rank starts. A layer that looks at its
-tensors' values cannot run on fake tensors; then one micro-batch is computed for real, on a copy of the model.
+milliseconds, and rejects unsuitable inputs before any rank starts. A layer that looks at its tensors' values cannot run
+on fake tensors; then one micro-batch is computed for real, on a copy of the model.
 
     forward     layer by layer: what each hands on, its FLOPs and bytes, whether it writes into its inputs
     loss        it has to be a scalar that depends on trained parameters
@@ -55,14 +55,9 @@ def observe(
 
     Args:
         shapes: a micro-batch of every shape, by its signature (`mpkit.strategies.data.microbatch.one_of_each_shape`).
-        plan: read for the precision, and for who shares BatchNorm's statistics.
-        counts: whether the backward is counted.
-        halves: whether it is counted in two halves.
+        counts: whether the backward is counted; `halves`: in two halves.
         cut: returns a rank's part of inputs or targets where ranks share sequences.
         attention: returns the context in which a forward runs.
-
-    Raises:
-        ValueError: a layer refuses its inputs, or the loss is not a scalar.
     """
     dtype = PRECISIONS.get(plan.precision)
     loss = loss if dtype is None else of_wide_outputs(loss)
@@ -95,11 +90,8 @@ def of_wide_outputs(loss: Loss) -> Loss:
 class Operators(Meter):
     """A meter that also doubts dtypes.
 
-    Fake tensors accept dtypes that real ones refuse, such as a product of float64 with float32. Where an operator is
-    given several dtypes that it may not accept together, it raises, so that the real run decides.
-
-    Args:
-        on_fakes: whether the tensors are fake.
+    Fake tensors accept dtypes that real ones reject, such as a product of float64 with float32. If an operator is given
+    several dtypes that it may not accept together, it raises, so that the real run decides.
     """
 
     ALIKE = ("linear", "mm", "addmm", "bmm", "baddbmm", "native_layer_norm", "native_group_norm")
@@ -179,10 +171,8 @@ def _as_the_loss_uses(outputs: Any, leaves: list[Tensor], loss: Tensor) -> Bound
     made, reached = Boundary.from_output(outputs), set(map(id, leaves_of([loss])))
     if made is None:
         return None
-    ends = zip(
-        dict.fromkeys(id(each) for each in _tensors(outputs) if each.requires_grad), leaves, strict=True
-    )
-    used = {number for number, leaf in ends if id(leaf) in reached}
+    ends = dict.fromkeys(id(each) for each in _tensors(outputs) if each.requires_grad)
+    used = {number for number, leaf in zip(ends, leaves, strict=True) if id(leaf) in reached}
     specs = zip(made.specs, _tensors(outputs), strict=True)
     return replace(made, specs=tuple(spec._replace(requires_grad=id(each) in used) for spec, each in specs))
 
@@ -239,9 +229,9 @@ def _describe(value: Any) -> str:
 
 
 def cut_off(value: Any) -> tuple[Any, list[Tensor]]:
-    """Return a value whose tensors have no graph behind them, and the leaves by which gradients arrive.
+    """Return a value whose tensors have no graph behind them, and the leaves through which gradients arrive.
 
-    A layer may write into what it is given, but not into leaves: it is given copies of these.
+    A layer may write into what it is given, but not into leaves, so it is given copies of these.
     """
     tensors, shape = flatten(value)
     leaves: dict[int, Tensor] = {}
@@ -258,8 +248,7 @@ def cut_off(value: Any) -> tuple[Any, list[Tensor]]:
 class Backwards:
     """Counts the backwards of calls, and of calls that are alike only once.
 
-    Args:
-        halves: whether the part for the gradients of the inputs is counted by itself, as a split backward does it.
+    `halves` counts the part for the gradients of the inputs by itself, as a split backward computes it.
     """
 
     def __init__(self, halves: bool) -> None:
@@ -272,10 +261,8 @@ class Backwards:
         """Return the cost of a call's forward and backward.
 
         Args:
-            forward: the cost of its forward.
-            made: the tensors that it made.
-            inputs: the tensors by which gradients leave it: leaves (`cut_off`), or ones with a graph behind them.
-            kind: equal for calls that are alike; None: there is no other.
+            inputs: the tensors through which gradients leave it: leaves (`cut_off`), or ones with a graph behind them.
+            kind: equal for calls that are alike; None: there are no others.
         """
         known = self._known.get(kind) if kind is not None else None
         if known is None:
@@ -312,15 +299,14 @@ class Backwards:
         )  # fmt: skip
 
 
-OF_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
+OF_MODULES = frozenset(vars(nn.Module()))  # the attributes that every module has
 
 
 def kind_of_layer(layer: nn.Module) -> Hashable:
     """Return a key that is equal for layers that compute the same, apart from the content of their tensors.
 
-    The key consists of the classes and plain settings of all modules within, and the shapes of their tensors. Any
-    other object that a module holds makes its key unique.
+    It has the classes and plain settings of all modules within, and the shapes of their tensors. Any other object that
+    a module holds makes it unique.
 
     >>> kind_of_layer(nn.Linear(2, 3)) == kind_of_layer(nn.Linear(2, 3))
     True
@@ -329,16 +315,12 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
     """
     parts: list[Hashable] = []
     for name, module in layer.named_modules():
-        settings = tuple(
-            (key, value if _is_plain(value) else id(value))
-            for key, value in sorted(vars(module).items())
-            if key not in OF_MODULES
-        )
+        attributes = [(key, value) for key, value in sorted(vars(module).items()) if key not in OF_MODULES]
+        settings = tuple((key, value if _is_plain(value) else id(value)) for key, value in attributes)
         hooks = tuple(id(hook) for hooks in map(vars(module).get, HOOKS) if hooks for hook in hooks.values())
-        own = (*module._parameters.items(), *module._buffers.items())
         tensors = tuple(
             (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
-            for key, value in own
+            for key, value in (*module._parameters.items(), *module._buffers.items())
         )
         parts.append((name, type(module), module.training, settings, hooks, tensors))
     return tuple(parts)

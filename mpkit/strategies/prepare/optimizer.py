@@ -1,17 +1,14 @@
-"""The optimizer, before any rank starts: it is made once, on stand-ins, and its kind says what ranks may give it.
+"""The optimizer, before any rank starts: it is made once, on stand-ins, and its kind decides what ranks may give it.
 
-    made         by the user's function, of parameters that take no memory; what it refuses is said
-    divided      ZeRO-2 and -3, tensor and expert parallelism give a rank some elements of a parameter: right for those
-                 that treat each element by itself, PyTorch's own or declared ones (`mk.optimizer.elementwise`)
+    made         by the user's function, from parameters that take no memory; a rejection says what would work
+    divided      ZeRO-2 and -3, tensor and expert parallelism give a rank some elements of a parameter: right only for
+                 elementwise optimizers, PyTorch's own or declared ones (`mk.optimizer.elementwise`)
     grouped      parameters have the options that they have in a loop with the model's own parameters
-    by owner     under ZeRO-1 any other optimizer is given each parameter whole, on one rank
+    by owner     ZeRO-1 gives any other optimizer each parameter whole, on one rank
     kept         for checkpoints, two steps on small numbers show its states, and what it keeps elsewhere
 
-Nothing else is tried. What an optimizer makes of parameters by their values, their place or each other, and what it
-draws, the run's proof compares in each weight.
+Nothing else is tried. The run's proof compares in each weight whatever an optimizer does by values, places or chance.
 """
-
-from __future__ import annotations
 
 import io
 import pickle
@@ -22,7 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import (
@@ -52,22 +49,10 @@ from mpkit.strategies.update.optimizer import (
     trained_parameters,
 )
 
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Adagrad",
-        "Adadelta",
-        "ASGD",
-        "Rprop",
-    ]
-)
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
+    optim.Adadelta, optim.ASGD, optim.Rprop,
+)  # fmt: skip
 """PyTorch's optimizers that are elementwise according to the formulas in its documentation."""
 
 ENOUGH = 2**17
@@ -75,33 +60,19 @@ ENOUGH = 2**17
 
 
 class OptimizerTraits(NamedTuple):
-    """What is known about an optimizer before the ranks start.
+    """What is known about an optimizer before the ranks start."""
 
-    Attributes:
-        kind: the name of its class.
-        states: the names of its states; empty if no checkpoint needs them.
-        whole: whether ZeRO-1 gives each parameter whole to one rank, since it may change an element by the others.
-    """
-
-    kind: str = ""
-    states: tuple[str, ...] = ()
-    whole: bool = False
+    kind: str = ""  # the name of its class
+    states: tuple[str, ...] = ()  # their names; empty if no checkpoint needs them
+    whole: bool = False  # ZeRO-1 gives each parameter whole to one rank: an element may depend on the others
 
 
 def examine_optimizer(
     optimizer: Any, model: nn.Module, given: nn.Module, plan: Plan, *, scheduled: bool, saves: bool
 ) -> OptimizerTraits:
-    """Return what is known about the optimizer of a training.
+    """Examine a training's optimizer; raise a ValueError if ranks cannot make it, or checkpoints would be incomplete.
 
-    Args:
-        optimizer: as in `Cluster.train`.
-        model: the whole model, as it is sent to the ranks; `given`: the same, as the user has it.
-        plan: which parts of a parameter ranks update.
-        scheduled: whether there is an lr_schedule; `saves`: whether there are checkpoints.
-
-    Raises:
-        ValueError: it cannot be made, a rank would give it parts that it may not treat as parts, or a checkpoint would
-            not have all that it keeps.
+    `model` is the model as it is sent to the ranks, `given` the same as the user has it.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
@@ -142,11 +113,7 @@ def examine_optimizer(
 
 
 def is_elementwise(made: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to be elementwise: one of PyTorch's own, unmodified.
-
-    >>> is_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]))
-    True
-    """
+    """Return whether an optimizer is known to be elementwise: one of PyTorch's own, unmodified."""
     hooks = [*made._optimizer_step_pre_hooks.values(), *made._optimizer_step_post_hooks.values()]
     if any(not isinstance(hook, Average) for hook in hooks):
         return False
@@ -269,9 +236,9 @@ class _NameReader(pickle.Unpickler):
 
 
 def _as_sent(optimizer: Any, model: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Any:
-    """Return the function as a rank receives it, with stand-ins where it refers to parameters of the model.
+    """Return the function as a rank receives it: with stand-ins where it refers to parameters of the model.
 
-    One that cannot be sent is returned as it is: the launch says what in it stays in this process.
+    A function that cannot be pickled is returned as it is: the launch says what in it stays in this process.
     """
     file = io.BytesIO()
     names = {id(p): name for name, p in model.named_parameters() if name in stand_ins}
@@ -289,18 +256,9 @@ def _as_sent(optimizer: Any, model: nn.Module, stand_ins: Mapping[str, nn.Parame
 def _check_grouped(
     optimizer: Any, given: nn.Module, made: torch.optim.Optimizer, stand_ins: Mapping[str, nn.Parameter]
 ) -> None:
-    """Check that parameters have the same options on the ranks as in a loop that gives it the model's parameters.
+    """Check that parameters have the same options on the ranks as in a loop that gives it the model's own.
 
     The proof is blind to it: its copy has other ids too, and is given the trained parameters only.
-
-    Args:
-        optimizer: the user's function.
-        given: the user's model.
-        made: what the function made of the stand-ins, as on a rank.
-        stand_ins: the stand-ins of the trained parameters.
-
-    Raises:
-        ValueError: some of a parameter's options differ.
     """
     every = dict(given.named_parameters())
     if any(p.is_meta or isinstance(p.data, FakeTensor) for p in every.values()):
@@ -336,9 +294,7 @@ def _of_group(options: Mapping[str, Any], name: str) -> str:
     values = options.get(name)
     if values is None:
         return "no group"
-    return ", ".join(
-        f"{key}={value}" for key, value in values.items() if key in ("lr", "weight_decay")
-    ) or str(values)
+    return ", ".join(f"{key}={values[key]}" for key in ("lr", "weight_decay") if key in values) or str(values)
 
 
 def _options(made: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -373,11 +329,7 @@ def _hooks(parameter: nn.Parameter) -> list[Any]:
 
 
 def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tuple[tuple[str, ...], str]:
-    """Return the names of an optimizer's states after two steps on small numbers, and what else these changed.
-
-    Raises:
-        ValueError: the step fails.
-    """
+    """Return the names of an optimizer's states after two steps on small numbers, and what else these changed."""
     large = sum(prod(w.shape) for w in whole) > ENOUGH
     small = [w._replace(shape=tuple(min(n, 8) for n in w.shape)) if large else w for w in whole]
     held = {w.name: UpdatedPart(make_like(w, torch.full(w.shape, 0.5, dtype=w.dtype))) for w in small}
@@ -395,7 +347,7 @@ def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tup
             f"gradients like the model's, which fails: {one_line(error)}. Ranks call step() without arguments. What "
             f"works: no checkpoint_every, checkpoint_dir and resume_from; or {ADAM}"
         ) from None
-    changed = []
+    changed = list[str]()
     for one, state in remembered.items():
         values, others = state.find_changes()
         changed += [*(".".join(place) for place in values), *others]
@@ -406,17 +358,11 @@ def _step_twice(function: OptimizerFunction, whole: list[WholeParameter]) -> tup
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value into comparable data: numbers, strings, and tensors as lists.
-
-    >>> _plain({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
-    {'lr': 0.5, 'betas': [0.9, 0.99]}
-    """
+    """Convert a value into comparable data: numbers, strings, small tensors as lists, large ones as shape and sum."""
+    if isinstance(value, Tensor) and value.numel() <= 64:
+        return value.tolist()
     if isinstance(value, Tensor):
-        return (
-            value.tolist()
-            if value.numel() <= 64
-            else (tuple(value.shape), value.to(torch.promote_types(value.dtype, torch.float64)).sum().item())
-        )
+        return tuple(value.shape), value.to(torch.promote_types(value.dtype, torch.float64)).sum().item()
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     if isinstance(value, dict):

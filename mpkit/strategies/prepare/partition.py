@@ -1,4 +1,4 @@
-"""Partition a model that is no chain among the stages of a pipeline, before a rank starts.
+"""Partition a model that is not a chain among the stages of a pipeline, before a rank starts.
 
 blocks    which modules are opened (their forward runs as it is written), which are blocks that a rank calls as a
           whole, and where the sequence of their calls is cut
@@ -9,8 +9,6 @@ divide    the stage that runs each of them, and what is sent from stage to stage
           stage that makes it to each stage that needs it; or, where messages are matched by order only (nccl), from
           neighbour to neighbour, in the order of the schedule
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
@@ -39,29 +37,16 @@ Loss = Callable[[Any, Any], Any]
 
 
 def partition_model(
-    model: nn.Module,
-    shapes: Mapping[Hashable, tuple[Value, Value]],
-    plan: Plan,
-    loss: Loss,
-    *,
-    relays: bool = False,
-    cut: Callable[[Value], Value] = whole,
-    attention: Around = nullcontext,
+    model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], plan: Plan, loss: Loss, *,
+    relays: bool = False, cut: Callable[[Value], Value] = whole, attention: Around = nullcontext,
     like: PartitionedModel | None = None,
-) -> PartitionedModel:
-    """Open a model and divide it among the plan's stages.
+) -> PartitionedModel:  # fmt: skip
+    """Open a model and divide it among the plan's stages; a ValueError says where and why it cannot be cut.
 
     Args:
-        model: any module.
         shapes: a micro-batch of every shape that occurs, by its signature.
-        plan: the plan, of which stages, cut points and precision are used.
-        loss: the loss of the training.
-        relays: as in `divide`.
-        cut, attention: as in `observe`.
+        relays: as in `divide`; `cut` and `attention`: as in `observe`.
         like: the same model partitioned with shards of other sizes; the cut is at the same places.
-
-    Raises:
-        ValueError: it cannot be cut, or not at these points; the message says where, why, and what would work.
     """
     dtype = PRECISIONS.get(plan.precision)
     if dtype is not None:
@@ -84,11 +69,7 @@ def partition_model(
 
 
 def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
-    """Return the modules that must be called as a whole, since a hook sees their whole backward.
-
-    Raises:
-        ValueError: the model itself is such a module.
-    """
+    """Return the modules that must be called as a whole, since a hook sees their whole backward."""
     hooks = {hook.where: hook for hook in backward_hooks(model)}
     if "" in hooks:
         raise ValueError(
@@ -100,13 +81,9 @@ def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
 
 
 def _walk_through(
-    model: nn.Module,
-    shapes: Mapping[Hashable, tuple[Value, Value]],
-    plan: Plan,
-    loss: Loss,
-    closed: dict[str, str],
-) -> tuple[PartitionChoice, dict[Hashable, Graph]]:
-    """Return what was opened, and the graph of each shape; `closed` says which modules cannot be opened."""
+    model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], plan: Plan, loss: Loss, closed: dict[str, str]
+) -> tuple[PartitionChoice, dict[Hashable, Graph]]:  # fmt: skip
+    """Return what was opened, and the graph of each shape; add the modules that cannot be opened to `closed`."""
     entered: set[str] = set()
     while True:
         choice = choose(model, plan.stages, plan.cut or (), closed, entered)
@@ -170,7 +147,6 @@ def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool =
 
     Args:
         block_stages: the stage of each of the graph's blocks, in order; it never decreases.
-        stages: the number of stages.
         relays: whether intermediate stages forward values that go further than to the next stage.
     """
     stage_of = _place(graph, dict(zip(graph.blocks, block_stages, strict=True)), stages)
@@ -183,24 +159,14 @@ def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool =
             steps = [(s, s + 1) for s in range(source, target)] if relays else [(source, target)]
             for step in steps if source != target else []:
                 needs.setdefault(step, {})[number] = None
-    outputs = [
-        tuple(
-            dict.fromkeys(
-                number for (source, _), numbers in sorted(needs.items()) if source == s for number in numbers
-            )
-        )
-        for s in range(stages)
-    ]
-    routes = [
-        Route(
-            source,
-            target,
-            tuple(outputs[source].index(number) for number in numbers),
-            tuple(graph.specs[number] for number in numbers),
-        )
-        for (source, target), numbers in sorted(needs.items())
-    ]
-    return Division(graph, stage_of, outputs, routes)
+    outputs: list[dict[int, None]] = [{} for _ in range(stages)]
+    for (source, _), sent in sorted(needs.items()):
+        outputs[source] |= sent
+    routes = []
+    for (source, target), sent in sorted(needs.items()):
+        places = [list(outputs[source]).index(number) for number in sent]
+        routes.append(Route(source, target, tuple(places), tuple(graph.specs[number] for number in sent)))
+    return Division(graph, stage_of, list(map(tuple, outputs)), routes)
 
 
 def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
@@ -223,9 +189,8 @@ def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
     for k in reversed(range(len(graph.nodes))):
         node = graph.nodes[k]
         if k not in of_blocks:
-            latest = min(
-                (s for number in node.made_values for s in users.get(number, ())), default=earliest[k]
-            )
+            used_at = [s for number in node.made_values for s in users.get(number, ())]
+            latest = min(used_at, default=earliest[k])
             # what that stage receives for it, besides what it receives anyway
             missing = {number for number in node.arguments if latest not in users.get(number, ())}
             if latest > earliest[k] and sum(map(nbytes, missing)) <= sum(map(nbytes, node.made_values)):
@@ -238,17 +203,7 @@ def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
 def assign_weights(
     model: nn.Module, choice: PartitionChoice, divisions: dict[Hashable, Division], of_blocks: list[int]
 ) -> PartitionedModel:
-    """Return what ranks need to know about a divided model.
-
-    Args:
-        model: the user's model.
-        choice: which of its modules were opened.
-        divisions: the divisions by signature of a micro-batch.
-        of_blocks: the stage of each call of a block.
-
-    Raises:
-        ValueError: stages share state that each would change on its own.
-    """
+    """Return what ranks need to know about a divided model; `of_blocks` has the stage of each call of a block."""
     modules, stages = dict(model.named_modules()), of_blocks[-1] + 1
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: list[dict[str, None]] = [{} for _ in range(stages)]
@@ -269,19 +224,12 @@ def assign_weights(
         else:
             inside = (s for s in range(stages) for block in placed[s] if key.startswith(f"{block}."))
             state[key] = max(inside, default=0)
-    return PartitionedModel(
-        choice.modules,
-        choice.blocks,
-        divisions,
-        [tuple(stage) for stage in held],
-        [tuple(stage) for stage in placed],
-        state,
-        of_blocks,
-    )
+    by_stage = [tuple(stage) for stage in held], [tuple(stage) for stage in placed]
+    return PartitionedModel(choice.modules, choice.blocks, divisions, *by_stage, state, of_blocks)
 
 
 def _check_buffers(modules: dict[str, nn.Module], placed: list[dict[str, None]]) -> None:
-    """Refuse a block with statistics that is called in two stages: each would keep its own statistics."""
+    """Reject a block with statistics that is called in two stages: each would keep its own statistics."""
     for name in dict.fromkeys(name for stage in placed for name in stage):
         stages = [s for s, blocks in enumerate(placed) if name in blocks]
         keeps = [key for key, _ in modules[name].named_buffers() if modules[name].training]

@@ -8,8 +8,6 @@
 All of this happens in the caller's process and does not change the caller's model or random state.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -45,13 +43,7 @@ from mpkit.strategies.prepare.metadata import describe_run
 from mpkit.strategies.prepare.optimizer import examine_optimizer
 from mpkit.strategies.prepare.proof_steps import SpecialValues, check_verify, with_proof
 from mpkit.strategies.prepare.resolve import resolve
-from mpkit.strategies.prepare.resume import (
-    check_saving,
-    facts_of,
-    find_checkpoint,
-    name_training,
-    take_up,
-)
+from mpkit.strategies.prepare.resume import check_saving, facts_of, find_checkpoint, name_training, take_up
 from mpkit.strategies.prepare.sample import SampleSeen, observe_sample
 from mpkit.strategies.stage.recompute import chosen_blocks
 from mpkit.strategies.update.optimizer import with_average
@@ -63,20 +55,15 @@ def prepare(
     model: nn.Module, data: Any, plan: Plan | None, *, ranks: int, by_name: bool = True, gpu: int | None = None,
     **options: Unpack[TrainOptions],
 ) -> TrainJob:  # fmt: skip
-    """Check a training and prepare it for the ranks.
+    """Check a training and prepare it for the ranks, or raise a ValueError that says why and what would work.
 
     Args:
-        model: any module; it is not changed. `mpkit.strategies.prepare.partition` cuts what is no chain of layers.
+        model: any module; it is not changed. `mpkit.strategies.prepare.partition` cuts those that are not a chain.
         data: a sequence of (inputs, targets), a DataLoader or a generator, of which `steps` batches are taken; or
             `mpkit.Batches` of a dataset. Inputs and targets are a tensor, a tuple or a dict of tensors, batch first.
         plan: how to train; None: `Plan.serial()`.
-        ranks: the number of ranks.
         by_name: whether messages between the ranks are matched by name; otherwise by order (nccl).
         gpu: the GPU on which the steps are verified; None: they are in the memory of this process.
-        options: see `TrainOptions`.
-
-    Raises:
-        ValueError: the arguments cannot work; the message gives the reason and what would work.
     """
     # ---- arguments
     plan = Plan.serial() if plan is None else plan
@@ -121,7 +108,7 @@ def prepare(
 
 
 def _procedure(options: TrainOptions) -> Procedure:
-    """Return how the options ask to train, checked, but for checkpoints and evaluation."""
+    """Return how the options ask to train, checked; without checkpoints and evaluation."""
     rates, norm = options.get("lr_schedule"), options.get("max_grad_norm")
     optimizer: Any = options["optimizer"]  # of any type until it is examined
     steps = check_integer("steps", options["steps"], 1, 3, most=2**31 - 1)

@@ -7,12 +7,9 @@
                     targets with a value that the loss treats by itself (ignored, padded, a limit), or none with it; NaN
                     the first step after an evaluation, which leaves the model in another mode for a while
 
-Data in memory is inspected before the start. Of a dataset the sizes of the batches are known; its first samples are
-read if the loss treats some targets by itself. What happens for the first time in another step is said in the run's
-line.
+Data in memory is inspected before the start. Of a dataset the sizes of batches are known, and the first samples are
+read if the loss treats some targets by itself. The run's line says what happens for the first time in another step.
 """
-
-from __future__ import annotations
 
 import math
 import random
@@ -27,8 +24,7 @@ from mpkit.common.units import memory_text
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.job.job import Problem, Procedure
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.job.job import Problem, Procedure, ResolvedPlan
 from mpkit.strategies.prepare.copies import has_content
 from mpkit.strategies.prepare.loss_form import OneMean, copy_loss, find_mean
 from mpkit.strategies.replicas.batchnorm import batch_norms
@@ -37,24 +33,16 @@ WORKS = (
     'verify="first" (the default: the first two steps, telling ones and one drawn), "all", (1, 10) or False'
 )
 
-MOST = 2e12
-"""The most FLOPs of a step that is verified on CPUs: more would take minutes on a few cores."""
-
-MOST_ON_GPU = 2e14
-"""The same on a GPU, of which even a small one does so many in half a minute."""
-
-MOST_BYTES = 2**31
-"""The most bytes of parameters: a verified step takes about ten times as much memory."""
+MOST = 2e12  # the most FLOPs of a step that is verified on CPUs: more would take minutes on a few cores
+MOST_ON_GPU = 2e14  # the same on a GPU: even a small one does these in half a minute
+MOST_BYTES = 2**31  # the most bytes of parameters: a verified step takes about ten times as much memory
 
 
 def check_verify(verify: Any) -> Any:
-    """Return a valid `verify=`, with the numbers of steps as a tuple.
+    """Return a valid `verify=`, with the numbers of steps, which are counted from 1, as a tuple.
 
     >>> check_verify([3, 1])
     (1, 3)
-
-    Raises:
-        ValueError: it is neither "first", "all", False, nor numbers of steps, which are counted from 1.
     """
     if verify is False or (isinstance(verify, str) and verify in ("first", "all")):
         return verify
@@ -68,11 +56,10 @@ def with_proof(
     how: Procedure, verify: Any, what: Problem, batch: tuple[Value, Value], resolved: ResolvedPlan,
     special: set[float], gpu: int | None,
 ) -> Procedure:  # fmt: skip
-    """Return the procedure with the steps that are verified, and why none is, or not all that were asked for.
+    """Return the procedure with the steps that are verified, and why none is, or not all that were requested.
 
     Args:
-        how, what, resolved: the training; `batch`: its first batch.
-        verify: what `check_verify` returned.
+        batch: the first one.
         special: the numbers that the loss treats by themselves.
         gpu: the GPU of the last rank; None: the ranks are on CPUs.
     """
@@ -91,7 +78,7 @@ def with_proof(
 
 
 def _missing_steps(verify: Any, first: int, steps: int) -> str:
-    """Return in words which steps were asked for and are not done; "" if there are none.
+    """Return in words which requested steps this run does not do; "" if there are none.
 
     >>> _missing_steps((1, 11), 0, 2), _missing_steps("all", 0, 2)
     ('there is no step 11 to compare: this run does steps 1 to 2', '')
@@ -104,7 +91,7 @@ def _missing_steps(verify: Any, first: int, steps: int) -> str:
 
 
 def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:
-    """Return the steps that are asked for.
+    """Return the requested steps, counted from 0.
 
     >>> _wanted_steps((1, 10), 0, 5), _wanted_steps("all", 3, 5), len(_wanted_steps("first", 0, 50))
     ((0,), (3, 4), 3)
@@ -133,11 +120,8 @@ def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPla
     return ""
 
 
-MOST_TELLING = 3
-"""The most telling steps that are verified by default."""
-
-MOST_READ = 2**13
-"""The most samples of a dataset that are read before the start, if the loss treats some targets by themselves."""
+MOST_TELLING = 3  # the most telling steps that are verified by default
+MOST_READ = 2**13  # the most samples of a dataset that are read before the start
 
 COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 INDEXED = ("nll_loss_forward", "nll_loss2d_forward")
@@ -146,16 +130,6 @@ OF_NAN = ("isnan", "nansum", "nan_to_num")
 
 class SpecialValues:
     """A loss that notes the numbers with which it compares targets, or which it ignores.
-
-    Args:
-        loss: the loss to call.
-
-    Attributes:
-        found: the numbers.
-        mean: what is known of the loss, if it is one call of a mean of torch's; None if it is not, or was not called.
-
-    Raises:
-        ValueError: the loss cannot be sent to the ranks.
 
     >>> import torch
     >>> heard = SpecialValues(lambda out, y: torch.nn.functional.cross_entropy(out, y, ignore_index=3))
@@ -167,7 +141,7 @@ class SpecialValues:
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
         self.loss, self._copy = loss, copy_loss(loss)
         self.found: set[float] = set()
-        self.mean: OneMean | None = None
+        self.mean: OneMean | None = None  # it is one call of a mean of torch's
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Return the loss."""
@@ -201,8 +175,6 @@ def telling_steps(
     """Return the telling steps, counted from 0.
 
     Args:
-        batches: those of the training.
-        steps: the steps that are done.
         special: the numbers that the loss treats by themselves.
         every: steps from one evaluation to the next; None: there is none.
 
@@ -226,7 +198,7 @@ def telling_steps(
 
 
 def _facts(batches: WholeBatches | Batches, step: int, special: set[float]) -> Iterator[Hashable]:
-    """Yield what is so of a batch; of one that has to be loaded, only while that is little."""
+    """Yield what holds for a batch; one that has to be loaded is read only among the first `MOST_READ` samples."""
     if isinstance(batches, WholeBatches):
         yield batches.key(step, slice(None))
         targets: Value = batches[step % len(batches)][1]

@@ -1,10 +1,8 @@
 """The dry run of an opened model: run its forward and its loss once, and record them as a Graph.
 
-Everything is computed, on fake tensors where the model allows it. Every tensor that is the output of a block, or of an
-operation on such a tensor, is wrapped in a Value, which shows where it is used.
+Everything is computed, on fake tensors if the model allows it. Each output of a block, or of an operation on such an
+output, is wrapped in a Value, which shows where it is used.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -32,11 +30,7 @@ HOOKS = ("backward", "register_hook", "register_post_accumulate_grad_hook", "ret
 
 
 class CannotCut(Exception):
-    """What an opened module does between its blocks cannot be divided among ranks.
-
-    Attributes:
-        scope: the name of the module.
-    """
+    """What an opened module (`scope`) does between its blocks cannot be divided among ranks."""
 
     def __init__(self, scope: str, why: str) -> None:
         super().__init__(why)
@@ -44,11 +38,7 @@ class CannotCut(Exception):
 
 
 class EnteredFromOutside(Exception):
-    """A submodule of a block is called from outside, so the block must be opened.
-
-    Attributes:
-        block: the name of the block.
-    """
+    """A submodule of a block is called from outside, so the block must be opened."""
 
     def __init__(self, block: str) -> None:
         super().__init__(f"{block} is entered from outside")
@@ -56,10 +46,7 @@ class EnteredFromOutside(Exception):
 
 
 def tell_if_entered(name: str, block: nn.Module) -> None:
-    """Let the dry run detect that a block is entered from outside.
-
-    An example is OPTForCausalLM, which calls its model's decoder and not its model.
-    """
+    """Let the dry run detect that a block is entered from outside: OPTForCausalLM calls its model's decoder."""
 
     def check(*_: Any) -> None:
         if current_walk() is not None:
@@ -74,14 +61,9 @@ def record(
     model: nn.Module, inputs: Data, targets: Data, loss: Callable[[Any, Any], Any], device: torch.device,
     backwards: Backwards, kinds: Mapping[str, Hashable],
 ) -> Graph:  # fmt: skip
-    """Record what the forward of a prepared model (`prepare_modules`) does to a micro-batch.
+    """Record what the forward of a prepared model (`prepare_modules`) does to a micro-batch, or raise CannotCut.
 
-    Args:
-        backwards: counts the backwards of nodes.
-        kinds: by block, what is equal for blocks that compute the same.
-
-    Raises:
-        CannotCut: something between the blocks cannot be divided.
+    `kinds` has, by block, a key that is equal for blocks that compute the same.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.enable_grad(), NodeRecording(names, device, backwards, kinds) as recording:
@@ -104,12 +86,8 @@ class NodeRecording(ForwardWalk):
     """A walk that records every node."""
 
     def __init__(
-        self,
-        parameters: dict[int, str],
-        device: torch.device,
-        backwards: Backwards,
-        kinds: Mapping[str, Hashable],
-    ) -> None:
+        self, parameters: dict[int, str], device: torch.device, backwards: Backwards, kinds: Mapping[str, Hashable]
+    ) -> None:  # fmt: skip
         super().__init__(parameters)
         self.graph = Graph()
         self._device, self._backwards, self._kinds = device, backwards, kinds
@@ -155,27 +133,20 @@ class NodeRecording(ForwardWalk):
         ]  # fmt: skip
         if not block and not written and not any(isinstance(leaf, Tensor) for leaf in made):
             return self._answer(name, func, args, kwargs)
-        node = CallNode(
-            name,
-            block,
-            scope,
-            tuple(value.number for value in values),
-            tuple(self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters),
-            result_shape,
-            (),
-        )
+        parameters = tuple(self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters)
+        numbers = tuple(value.number for value in values)
+        node = CallNode(name, block, scope, numbers, parameters, result_shape, ())
         node.written = self._write(node, leaves, real, written)
         node.leaves, back = self._wrap(node, leaves, real, made)
         kind = (self._kinds.get(name), tuple(map(spec_of, values))) if block else None
         node.random = watch.random
-        node.flops = self._backwards.count(
-            watch.measured(), [leaf for leaf in made if isinstance(leaf, Tensor)], given, kind
-        )
+        tensors = [leaf for leaf in made if isinstance(leaf, Tensor)]
+        node.flops = self._backwards.count(watch.measured(), tensors, given, kind)
         graph.nodes.append(node)
         return rebuild(result_shape, back)
 
     def _given_to(self, leaves: list[Any], block: bool) -> tuple[list[Any], list[Tensor]]:
-        """Return the tensors behind the leaves of a node's arguments, and those by which gradients arrive.
+        """Return the tensors behind the leaves of a node's arguments, and those through which gradients arrive.
 
         A block is given copies without a graph, so that its backward ends at them.
         """
@@ -188,19 +159,17 @@ class NodeRecording(ForwardWalk):
         given = [next(copies) if is_value else leaf for leaf, is_value in zip(real, wraps, strict=True)]
         for before, after in zip(real, given, strict=True):
             if before is not after:
-                self._instead[_storage(after)] = self.storage(before)
+                self._instead[after.untyped_storage()._cdata] = self.storage(before)
                 self._kept.append(after)
         return given, ends
 
     def storage(self, tensor: Tensor) -> int:
-        """Return a number that is equal for tensors that share memory, in a training."""
-        return self._instead.get(_storage(tensor), _storage(tensor))
+        """Return a number that is equal for tensors that share memory in a training."""
+        number = int(tensor.untyped_storage()._cdata)
+        return self._instead.get(number, number)
 
     def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that an operation's arguments depend only on the inputs.
-
-        A hook or an attribute may have passed on the output of a block.
-        """
+        """Check that an operation's arguments depend on the inputs only: a hook or an attribute may pass on others."""
         if self._made_in:
             self._check_handed_over(getattr(func, "__name__", "an operation"), flatten((args, kwargs))[0])
 
@@ -215,7 +184,7 @@ class NodeRecording(ForwardWalk):
                 )
 
     def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a question about shapes; values can answer only those."""
+        """Answer a question about shapes, the only ones that values can answer."""
         try:
             return func(*args, **kwargs)
         except ValueLooked:
@@ -226,10 +195,7 @@ class NodeRecording(ForwardWalk):
     def _write(
         self, node: CallNode, leaves: list[Any], real: list[Any], written: list[int]
     ) -> tuple[tuple[int, int], ...]:
-        """Give every value that was written into a new number: it is a different value from now on.
-
-        Returns the position and the new number of each.
-        """
+        """Give each value that was written into a new number, since it differs from now on: (position, number), ..."""
         versions = []
         for i in written:
             value = leaves[i]
@@ -248,10 +214,8 @@ class NodeRecording(ForwardWalk):
     def _wrap(
         self, node: CallNode, leaves: list[Any], real: list[Any], made: list[Any]
     ) -> tuple[tuple[Leaf, ...], list[Any]]:
-        """Return the leaves of a result as the graph records them, and as the model's forward continues with them."""
-        places = {
-            id(leaf): i for i, leaf in enumerate(real) if leaf is not None and not isinstance(leaf, PLAIN)
-        }
+        """Return the leaves of a result as the graph records them, and those with which the forward continues."""
+        places = {id(leaf): i for i, leaf in enumerate(real) if not isinstance(leaf, PLAIN)}
         fresh: dict[int, Value] = {}
         described: list[Leaf] = []
         back: list[Any] = []
@@ -295,7 +259,7 @@ class NodeRecording(ForwardWalk):
 
 
 class OperatorWatch(Meter):
-    """Observes the operators of a node: costs, random numbers, and tensors of other blocks that bypass the graph."""
+    """Observes a node's operators: costs, random numbers, and tensors of other blocks that bypass the graph."""
 
     def __init__(self, recording: NodeRecording, node: int, given: list[Any], operation: str = "") -> None:
         super().__init__()
@@ -358,9 +322,8 @@ class LossValues(ForwardWalk):
         leaves, shape = flatten((args, kwargs))
         self.see(leaves)
         real = [_real(leaf) for leaf in leaves]
-        self.given += [
-            leaf for one, leaf in zip(leaves, real, strict=True) if type(one) is Value and leaf.requires_grad
-        ]
+        pairs = zip(leaves, real, strict=True)
+        self.given += [leaf for one, leaf in pairs if type(one) is Value and leaf.requires_grad]
         self.watch.give(real)
         real_args, real_kwargs = rebuild(shape, real)
         with self.watch:
@@ -375,7 +338,3 @@ class LossValues(ForwardWalk):
 
 def _real(leaf: Any) -> Any:
     return leaf.behind if type(leaf) is Value else leaf
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

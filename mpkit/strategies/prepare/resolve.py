@@ -3,14 +3,12 @@
     shapes        one micro-batch, or a replica's share of one, of every shape that the training will meet
     local         the model as a rank holds it: its shards of the layers, its part of each sequence
     observation   what each layer makes of each shape, on fake tensors, and the FLOPs
-    stages        where the model is cut; one that is no chain, or whose layers hand on dicts, is partitioned
+    stages        where the model is cut; one that is not a chain, or whose layers hand on dicts, is partitioned
     parameters    which stage computes with which, and how many elements each rank holds
 
-Tensor-parallel ranks have shards. If t divides everything, all shards have the same shapes and one dry run serves all
-ranks; otherwise each place along tp has its own dry run.
+If tp divides everything, all shards have the same shapes and one dry run serves all ranks; otherwise each place along
+tp has its own.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +26,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.job.job import ResolvedPlan
 from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
@@ -44,15 +42,11 @@ Loss = Callable[[Any, Any], Any]
 def resolve(
     model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool,
 ) -> ResolvedPlan:  # fmt: skip
-    """Return what a plan comes to for a model and the batches of a training.
+    """Return what a plan comes to, or raise a ValueError: model, data and plan do not fit together.
 
     Args:
         model: the whole model, on the CPU; it is not changed.
         sizes: a batch of every size that occurs, the largest first.
-        plan, loss, by_name: as in `prepare`.
-
-    Raises:
-        ValueError: model, data and plan do not fit together.
     """
     schedule = plan.build()
     # ---- shapes
@@ -74,7 +68,8 @@ def resolve(
     ]  # fmt: skip
     # ---- stages
     partitions: list[PartitionedModel | None] = [None] * len(copies)
-    if plan.stages > 1 and not (is_chain(model) and _sends(numbers[0])):
+    handed_on = [layer.output for layers in numbers[0].values() for layer in layers[:-2]]
+    if plan.stages > 1 and not (is_chain(model) and all(output is not None for output in handed_on)):
         like: PartitionedModel | None = None  # the first one: all are cut at the same places
         for place, each in enumerate(copies):
             made = partition_model(
@@ -101,21 +96,13 @@ def resolve(
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A rank's model and its part of the data.
+    """A rank's model and its part of the data."""
 
-    Attributes:
-        model: the rank's model; the caller's own if nothing is divided.
-        sharded: the result of tensor parallelism.
-        cut: returns the rank's part of inputs or targets.
-        attention: returns the context in which its forward runs.
-        tp: the group with which it shares its layers.
-    """
-
-    model: nn.Module
+    model: nn.Module  # the caller's own if nothing is divided
     sharded: ShardedModel
-    cut: Callable[[Value], Value]
-    attention: Callable[[], AbstractContextManager[Any]]
-    tp: FakeGroup
+    cut: Callable[[Value], Value]  # returns the rank's part of inputs or targets
+    attention: Callable[[], AbstractContextManager[Any]]  # returns the context in which its forward runs
+    tp: FakeGroup  # the group with which it shares its layers
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -123,10 +110,7 @@ class LocalCopy:
         return {name: shard.shape for name, shard in self.sharded.shards.items()}
 
     def free(self) -> None:
-        """Free the shards, which would otherwise stay until Python collects reference cycles.
-
-        All other tensors are the caller's.
-        """
+        """Free the shards, which would otherwise stay until Python collects reference cycles."""
         for name in self.sharded.shards:
             self.model.get_parameter(name).data = torch.empty(0)
 
@@ -137,7 +121,7 @@ def _local_copy(model: nn.Module, plan: Plan, schedule: Schedule, place: int) ->
     groups["tp"] = FakeGroup(plan.tp, place)
     local, sharded = model, ShardedModel()
     if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
-        # Modules of its own with the caller's tensors: shards are copies of these, and nothing else is written to.
+        # Its own modules with the caller's tensors: shards are copies of these, and nothing else is written to.
         local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
         sharded = localize(local, plan, schedule, groups.__getitem__)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
@@ -158,18 +142,13 @@ def _copies_along(tp: int, copy_for: Callable[[int], LocalCopy]) -> list[LocalCo
 
 
 class _LossSends:
-    """A loss whose communication is counted: for vocab-parallel logits a few numbers per token, or an all-gather.
-
-    Attributes:
-        most: bytes reduced and gathered by the call with the most.
-    """
+    """A loss whose communication is counted: for vocab-parallel logits a few numbers per token, or an all-gather."""
 
     def __init__(self, loss: Loss, local: LocalCopy) -> None:
         self._loss, self._tp = loss, local.tp
-        self.most = (0, 0)
+        self.most = (0, 0)  # bytes reduced and gathered by the call with the most
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """Return the loss and count its communication."""
         before = self._tp.reduced, self._tp.gathered
         value = self._loss(outputs, targets)
         self.most = max(self.most, (self._tp.reduced - before[0], self._tp.gathered - before[1]), key=sum)
@@ -180,12 +159,8 @@ class _LossSends:
 
 
 def _trained_by_rank(
-    model: nn.Module,
-    mesh: Mesh,
-    schedule: Schedule,
-    held: Sequence[tuple[str, ...]],
-    sharded: Sequence[ShardedModel],
-) -> tuple[int, ...]:
+    model: nn.Module, mesh: Mesh, schedule: Schedule, held: Sequence[tuple[str, ...]], sharded: Sequence[ShardedModel]
+) -> tuple[int, ...]:  # fmt: skip
     """Return, by rank, the elements of the trained parameters that it would hold if ZeRO sharded nothing."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     counts = []
@@ -198,11 +173,6 @@ def _trained_by_rank(
     return tuple(counts)
 
 
-def _sends(numbers: dict[Hashable, list[LayerNumbers]]) -> bool:
-    """Return whether each layer of a chain, but the last one, hands on what can be sent."""
-    return all(layer.output is not None for layers in numbers.values() for layer in layers[:-2])
-
-
 def _lay_out(
     partition: PartitionedModel | None, layers: list[tuple[str, nn.Module]],
     numbers: dict[Hashable, list[LayerNumbers]], stages: int, points: Sequence[int | str] | None,
@@ -213,14 +183,8 @@ def _lay_out(
     first = next(iter(numbers.values()))[:-1]
     costs = [layer.flops.forward + _numel(layer) for layer in first]
     parts = cut([name for name, _ in layers], costs, stages, points)
-    held = [
-        tuple(
-            name
-            for i in part
-            for name, _ in layers[i][1].named_parameters(layers[i][0], remove_duplicate=False)
-        )
-        for part in parts
-    ]
+    names = [[n for n, _ in layer.named_parameters(name, remove_duplicate=False)] for name, layer in layers]
+    held = [tuple(name for i in part for name in names[i]) for part in parts]
     return parts, [tuple(layers[i][0] for i in part) for part in parts], held, shared_weights(layers, parts)
 
 
@@ -230,11 +194,7 @@ def _numel(layer: LayerNumbers) -> float:
 
 
 def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[SharedWeight]:
-    """Return the tied weights of a chain that more than one stage computes with.
-
-    Raises:
-        ValueError: stages share a buffer; each would update its own copy.
-    """
+    """Return the tied weights of a chain that more than one stage computes with."""
     names: dict[int, dict[int, str]] = {}  # by weight and stage
     buffers: dict[int, tuple[int, str]] = {}
     for number, stage in enumerate(stages):

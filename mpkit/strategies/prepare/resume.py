@@ -1,7 +1,5 @@
 """Checks of checkpoints before any rank starts: where to save them, and whether training can resume from one."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,11 +21,7 @@ EXAMPLE = 'checkpoint_every=100, checkpoint_dir="checkpoints"'
 
 
 def check_saving(every: Any, folder: Any, keep: Any) -> CheckpointSaving | None:
-    """Return when and where to save checkpoints; None: never.
-
-    Raises:
-        ValueError: one argument is missing, not a valid number or path, or the folder cannot be created.
-    """
+    """Return when and where to save checkpoints; None: never."""
     if every is None and folder is None:
         return None
     if every is None or folder is None:
@@ -39,9 +33,10 @@ def check_saving(every: Any, folder: Any, keep: Any) -> CheckpointSaving | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         os.listdir(path)
-        tempfile.TemporaryDirectory(
+        probe = tempfile.TemporaryDirectory(
             prefix="probe-", suffix=PARTIAL, dir=path, ignore_cleanup_errors=True
-        ).cleanup()
+        )
+        probe.cleanup()
     except OSError as error:
         raise ValueError(
             f"checkpoint_dir={str(folder)!r} cannot be written to ({error.strerror or error}): a folder that every "
@@ -68,13 +63,7 @@ def _path(name: str, value: Any) -> Path:
 
 
 def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Resume:
-    """Return the checkpoint at a path, or the newest complete one in a folder of checkpoints.
-
-    A checkpoint given by its own path must be complete. In a folder, incomplete ones are skipped with a message.
-
-    Raises:
-        ValueError: there is no checkpoint, or no complete one; the message says what is wrong with each.
-    """
+    """Return the checkpoint at a path, which must be complete, or the newest complete one in a folder of them."""
     path = _path("resume_from", resume_from)
     saves = f"cluster.train(..., {EXAMPLE}) saves them"
     if not path.is_dir():
@@ -119,20 +108,16 @@ def _whole(path: Path) -> Resume:
 def facts_of(model: nn.Module, examined: OptimizerTraits) -> dict[str, Any]:
     """Return what a checkpoint and a training must have in common: names, shapes and dtypes; the optimizer's kind."""
     parameters = dict(model.named_parameters())
-    buffers = {
-        name: value for name, value in model.state_dict(keep_vars=True).items() if name not in parameters
-    }
-    return {
-        "trained": {name: _form(p) for name, p in parameters.items() if p.requires_grad},
-        "others": {name: _form(p) for name, p in parameters.items() if not p.requires_grad}
-        | {
-            name: _form(value)
-            for name, value in buffers.items()
-            if isinstance(value, torch.Tensor)
-            and not (isinstance(value, nn.Parameter) and value.requires_grad)
-        },
-        "optimizer": examined.kind,
-        "states": list(examined.states),
+    trained: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
+    others: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if name not in trained}
+    for name, value in model.state_dict(keep_vars=True).items():
+        tied = isinstance(value, nn.Parameter) and value.requires_grad
+        if name not in parameters and isinstance(value, torch.Tensor) and not tied:
+            others[name] = value
+    facts = {"optimizer": examined.kind, "states": list(examined.states)}
+    return facts | {
+        key: {name: _form(value) for name, value in of.items()}
+        for key, of in (("trained", trained), ("others", others))
     }
 
 
@@ -141,11 +126,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def take_up(resume: Resume, facts: dict[str, Any], steps: int) -> Resume:
-    """Check that this training can resume from the checkpoint, and return the checkpoint.
-
-    Raises:
-        ValueError: it belongs to another model or optimizer, or is beyond the last step of the training.
-    """
+    """Return the checkpoint if this training can resume from it; otherwise raise a ValueError."""
     head, where = resume.head, f"The checkpoint {resume.path}"
     for what, ours in (("trained", facts["trained"]), ("others", facts["others"])):
         _compare(where, head, what, ours)
@@ -175,11 +156,8 @@ def _compare(where: str, head: CheckpointHead, what: str, ours: Mapping[str, str
     theirs: Mapping[str, str] = head.facts.get(what, {})
     if dict(theirs) == dict(ours):
         return
-    differ = [
-        f"{name} is {theirs[name]} there and {ours[name]} here"
-        for name in ours
-        if name in theirs and ours[name] != theirs[name]
-    ]
+    changed = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    differ = [f"{name} is {theirs[name]} there and {ours[name]} here" for name in changed]
     differ += [f"{name} is only there" for name in theirs if name not in ours]
     differ += [f"{name} is only here" for name in ours if name not in theirs]
     more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""

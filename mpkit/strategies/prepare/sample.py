@@ -1,12 +1,9 @@
 """One sample in the whole model: what its attentions are given, and which rows its routers send to experts.
 
-The sample goes through the model once, on fake tensors if possible and otherwise for real. Context parallelism sends
-what attentions are given: a ring passes on the keys and values; Ulysses exchanges the queries and the output too; and
-the same run, of a rank's part of the sample, shows whether the model can be trained so. Expert parallelism exchanges
-the rows of all choices.
+The sample goes through the model once, on fake tensors if possible. Context parallelism sends what attentions are
+given: a ring passes on keys and values; Ulysses exchanges queries and output too. The same run, of a rank's part of the
+sample, shows whether the model can be trained so. Expert parallelism exchanges the rows of all choices.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,52 +23,33 @@ from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.sequence import check_sequences, sequence_part, shift_positions
 from mpkit.strategies.data.microbatch import Value, leaves, part
-from mpkit.strategies.experts.divide import (
-    check_experts_of,
-    chosen_experts,
-    find_experts,
-    number_of_experts,
-)
+from mpkit.strategies.experts.divide import check_experts_of, chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.copies import DryRuns
 from mpkit.strategies.stage.stage import call
 
 
 class Attention(NamedTuple):
-    """A call of scaled_dot_product_attention.
+    """A call of scaled_dot_product_attention."""
 
-    Attributes:
-        module: the name of the module that makes it.
-        keys: elements of keys and values.
-        heads: heads of the keys; 0 if they are not [batch, heads, time, width].
-        others: elements of queries and output.
-    """
-
-    module: str
-    keys: int
-    heads: int
-    others: int
+    module: str  # the name of the module that makes it
+    keys: int  # elements of keys and values
+    heads: int  # heads of the keys; 0 if they are not [batch, heads, time, width]
+    others: int  # elements of queries and output
 
 
 @dataclass
 class SampleSeen:
-    """What one sample makes of a model.
-
-    Attributes:
-        attentions: in the order of their calls.
-        routed: by the name of a layer's experts, the rows that they compute, their width, and how many they are.
-    """
+    """What one sample makes of a model."""
 
     attentions: list[Attention] = field(default_factory=list)
+    # By the name of a layer's experts: the rows that they compute, their width, and the number of experts.
     routed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def attention_sizes(self, held: Sequence[Sequence[str]], ranks: int = 1) -> tuple[list[int], list[int]]:
         """Return, by stage, the elements of keys and values, and of queries and outputs.
 
-        Args:
-            held: the names of each stage's parameters.
-            ranks: those that divide the heads; if they are more than the heads of keys, each of these counts once per
-                rank that it is sent to.
+        `ranks` divide the heads. If they are more than the keys' heads, each head counts once per rank receiving it.
 
         >>> from mpkit.strategies.models.gpt import GPT
         >>> tokens = torch.zeros(2, 6, dtype=torch.long)
@@ -108,10 +86,9 @@ class SampleSeen:
 
 
 def observe_sample(model: nn.Module, batch: tuple[Value, Value], plan: Plan) -> SampleSeen:
-    """Return what the first sample of a batch makes of the whole model, if a plan lets ranks exchange any of that.
+    """Return what the first sample of a batch makes of the whole model, if ranks exchange any of it.
 
-    Raises:
-        ValueError: ranks cannot share sequences or divide experts as the plan wants.
+    It raises a ValueError if ranks cannot share sequences or divide experts as the plan wants.
     """
     check_experts_of(model, plan)
     runs, sample, kind = DryRuns(model), part(batch[0], slice(0, 1)), type(model).__name__
@@ -120,9 +97,8 @@ def observe_sample(model: nn.Module, batch: tuple[Value, Value], plan: Plan) -> 
         what = f"A part of a sequence in {kind}"
         return runs.run(lambda copied, x: _check_forward(copied, x, plan), sample, what=what)
     if plan.tp * plan.ep > 1 and find_experts(model):
-        return runs.run(
-            lambda copied, x: _walk(copied, x, nullcontext())[1], sample, what=f"A sample of {kind}"
-        )
+        what = f"A sample of {kind}"
+        return runs.run(lambda copied, x: _walk(copied, x, nullcontext())[1], sample, what=what)
     return SampleSeen()
 
 
@@ -168,7 +144,6 @@ class _Observer(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch function; note an attention."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func is scaled_dot_product_attention:
@@ -194,11 +169,7 @@ def _stage_of(module: str, held: Sequence[Sequence[str]]) -> int:
 
 
 def _check_forward(model: nn.Module, sample: Value, plan: Plan) -> SampleSeen:
-    """Run the forward of the rank that has the end of the sequence, and return what was seen.
-
-    Raises:
-        ValueError: ranks cannot share the sequences, with the reason and what would work.
-    """
+    """Run the forward of the rank that has the end of the sequence, and return what was seen."""
     n, order = plan.cp, plan.cp_order
     group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
     mine = sequence_part(sample, group.index, n, order)

@@ -1,21 +1,19 @@
 """Every communication of a program, whoever issues it.
 
-c10d's operators go through torch's dispatcher. A kernel for the key BackendSelect, which every call passes just before
-the backend's own kernel, sees them all:
+Every collective and message is one of c10d's operators, whether Python, DDP's reducer in C++, FSDP2 or a functional
+collective issues it. They go through torch's dispatcher. A kernel for the key BackendSelect, which every call passes
+just before the backend's own kernel, sees them all:
 
     record      begin the op, with its group, payload and the program's line
-    compare     what the program calls itself is compared with its peers' calls, as those of `ctx.comm` are
+    compare     compare the program's own calls with its peers', as those of `ctx.comm`
     go on       redispatch to the kernel of the backend, without Python's lock
     follow      hand torch's handle to `Completion`, which writes the end
 
-Every collective and message of a program is one of c10d's operators, whether Python, DDP's reducer in C++, FSDP2 or a
-functional collective has issued it. Payloads count as in the kit's own traces, which is as NCCL's documentation counts
-them: the whole tensor that is gathered or scattered, not a rank's part of it.
+Payloads count as in the kit's own traces and NCCL's documentation: the whole gathered or scattered tensor, not a rank's
+part of it.
 
 Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of dispatch keys in c10/core/DispatchKey.h.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -44,22 +42,14 @@ _REDUCTIONS = {int(number): name.lower() for name, number in _MEMBERS.items()}
 
 
 class C10dOperator(NamedTuple):
-    """One of c10d's operators.
-
-    Attributes:
-        tensors: which argument holds the tensors that make up the payload.
-        peer: which argument names the other end of a message or the root, a rank of the group; -1: none does.
-        per_rank: whether that argument is one rank's part, so that the payload is as many of it as there are ranks.
-        tag: which argument is a message's tag; -1: none is.
-        reduces: which argument is the reduction; -1: none is.
-    """
+    """One of c10d's operators, and which of its arguments is what; -1 for none."""
 
     kind: Kind
-    tensors: int = 0
-    peer: int = -1
-    per_rank: bool = False
+    tensors: int = 0  # the payload
+    peer: int = -1  # the other end of a message, or the root, a rank of the group
+    per_rank: bool = False  # whether `tensors` is one rank's part of the payload
     tag: int = -1
-    reduces: int = -1
+    reduces: int = -1  # the reduction
 
 
 OPERATORS = {
@@ -92,11 +82,8 @@ class Communication:
 
     Args:
         comm: the communicator of all ranks: its groups and messages are numbered together with the program's.
-        checks: compares calls with the peers'; None: what compares those of `comm`.
-        direct_only: leave alone what DDP, FSDP and the like issue.
-
-    Attributes:
-        before: called before each call is recorded.
+        checks: compares calls with the peers'; None for that of `comm`.
+        direct_only: ignore calls by DDP, FSDP and the like.
     """
 
     def __init__(
@@ -107,16 +94,16 @@ class Communication:
         self._checks = checks or comm.wire.checks
         self._comm, self._completion, self._lines, self._annotations = comm, completion, lines, annotations
         self._record: Recorder = comm.wire.record
-        self.before: Callable[[], None] = lambda: None
+        self.before: Callable[[], None] = lambda: None  # is called before each call is recorded
         self._groups: dict[int, tuple[Any, Communicator]] = {}
         self._texts: dict[tuple[torch.dtype, torch.Size], str] = {}
-        self._axes: dict[str, str] = {}  # the name that a DeviceMesh gave to the axis of a group
+        self._axes: dict[str, str] = {}  # the axes in a DeviceMesh, by the group's name
         self._libraries: list[torch.library.Library] = []
 
     # ---- begin and end of watching
 
     def install(self) -> None:
-        """Put a kernel in front of each operator that communicates."""
+        """Register a kernel in front of each operator that communicates."""
         c10d = torch.library.Library("c10d", "IMPL")
         functional = torch.library.Library("_c10d_functional", "IMPL")
         self._libraries, after = [c10d, functional], _dispatch_keyset_full_after(DispatchKey.BackendSelect)
@@ -126,7 +113,7 @@ class Communication:
         functional.impl("wait_tensor", self._wait_tensor(after), "BackendSelect", with_keyset=True)
 
     def uninstall(self) -> None:
-        """Take the kernels away."""
+        """Remove the kernels."""
         for library in self._libraries:
             library._destroy()
         self._libraries = []
@@ -135,7 +122,7 @@ class Communication:
     # ---- the kernels
 
     def _kernel(self, name: str, operator: C10dOperator, after: Any) -> Any:
-        """Return what is called in place of an operator; `after` are the dispatch keys of the backends."""
+        """Return the kernel in front of an operator; `after` are the dispatch keys of the backends."""
         go_on = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed
         at_group = place_of_group(name)
         unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
@@ -169,24 +156,21 @@ class Communication:
 
         return kernel
 
-    # ---- what is recorded
+    # ---- record
 
     def _begin(
         self, operator: C10dOperator, args: tuple[Any, ...], boxed: Any, where: str
     ) -> tuple[int, CheckedCall | None]:
-        """Begin the op of a call; return it, and what compares it with its peers' if the program calls it itself."""
+        """Begin the op of a call; return it, with its check if the program makes the call itself."""
         kind, group = operator.kind, self._group(boxed)
         tensors = _payload(args[operator.tensors]) if operator.tensors >= 0 else []
         nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
         if operator.per_rank:
             nbytes *= group.size
         other = args[operator.peer] if operator.peer >= 0 else -1
-        peer = (
-            group.ranks[other] if 0 <= other < group.size else -1
-        )  # of one that is not there, torch says so
-        tag = args[operator.tag] if operator.tag >= 0 else 0
+        peer = group.ranks[other] if 0 <= other < group.size else -1  # torch rejects a missing one
         if operator.tag >= 0:
-            name, number, ends = self._comm.wire.take_message(kind, peer, tag)
+            name, number, ends = self._comm.wire.take_message(kind, peer, args[operator.tag])
         else:
             name, number, ends = group.name, group.take_number(), (-1, -1)
         text, said = self._text(tensors) if tensors else "", self._annotations.innermost
@@ -195,20 +179,18 @@ class Communication:
             tensor = tensors[0] if tensors else _NOTHING
             if operator.tag < 0:
                 reduction = _REDUCTIONS[args[operator.reduces].op()] if operator.reduces >= 0 else ""
-                if (
-                    reduction == "sum" and kind != Kind.ALL_REDUCE
-                ):  # `ctx.comm` names only that of an all_reduce
+                if kind != Kind.ALL_REDUCE and reduction == "sum":  # `ctx.comm` names all_reduce's only
                     reduction = ""
-                name_of_group = self._own_name(boxed)
-                call = checks.collective(group.ranks, number, kind, tensor, peer, reduction, name_of_group)
+                # torch's name of a group is the same on all of its ranks.
+                handle = dist.ProcessGroup.unbox(boxed)
+                group_name = "" if handle == dist.group.WORLD else str(handle.group_name)
+                call = checks.collective(group.ranks, number, kind, tensor, peer, reduction, group_name)
                 text = call.text.replace(self._text([tensor]), text)
             elif peer >= 0:
                 call = checks.message(name, number, ends, tensor)
         elif said:
             text = f"{said}: {text}"
-        op = self._record.begin(
-            kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
-        )  # fmt: skip
+        op = self._record.begin(kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where)
         if kind == Kind.ALL_TO_ALL and (parts := _uneven_parts(args, tensors)):
             self._record.note_parts(op, parts)
         return op, call
@@ -222,38 +204,30 @@ class Communication:
             known = self._groups[id(handle)] = handle, self._comm.adopt(ranks, handle)  # keeps it alive
             if handle.group_desc.startswith("mesh_"):
                 self._axes[known[1].name] = handle.group_desc.removeprefix("mesh_")
-                write_whole(
-                    self._record.folder / f"rank{self._comm.rank}.axes", json.dumps(self._axes).encode()
-                )
+                path = self._record.folder / f"rank{self._comm.rank}.axes"
+                write_whole(path, json.dumps(self._axes).encode())
         return known[1]
 
-    def _own_name(self, boxed: Any) -> str:
-        """Return the name that torch gave to a group, the same on all of its ranks; "" for that of all ranks."""
-        handle = dist.ProcessGroup.unbox(boxed)
-        return "" if handle == dist.group.WORLD else str(handle.group_name)
-
     def _text(self, tensors: list[torch.Tensor]) -> str:
-        """Describe the tensors of a call: "float32[4]", with how many more there are."""
+        """Describe the tensors of a call: "float32[4] and 2 more"."""
         key = tensors[0].dtype, tensors[0].shape
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = f"{str(key[0]).removeprefix('torch.')}{list(key[1])}"
-        return text if len(tensors) == 1 else f"{text} and {len(tensors) - 1} more"
+        if key not in self._texts:
+            self._texts[key] = f"{str(key[0]).removeprefix('torch.')}{list(key[1])}"
+        return self._texts[key] if len(tensors) == 1 else f"{self._texts[key]} and {len(tensors) - 1} more"
 
 
 @cache
 def place_of_group(name: str) -> int:
-    """Return which argument of an operator is the process group, -1 if none is."""
+    """Return which argument of an operator is the process group; -1 for none."""
     arguments = getattr(torch.ops.c10d, name).default._schema.arguments
     return next((i for i, argument in enumerate(arguments) if argument.name == "process_group"), -1)
 
 
 def _uneven_parts(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes that an all-to-all sends to each member of its group; [] if all get as many.
+    """Return the bytes that an all-to-all sends to each member of its group; [] if all get equally many.
 
-    Args:
-        args: of the operator: `alltoall_` has a list of tensors, one per member; `alltoall_base_` one tensor, and the
-            rows for each member in its fifth argument, which is empty if they are as many.
+    `alltoall_` has a list of tensors, one per member; `alltoall_base_` one tensor, and the rows for each member in its
+    fifth argument, which is empty for equal parts.
 
     >>> rows = torch.zeros(5, 2)
     >>> _uneven_parts([rows, rows, None, [5], [4, 1]], [rows]), _uneven_parts([rows, rows, None, [], []], [rows])
@@ -267,18 +241,10 @@ def _uneven_parts(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[
 
 
 def _payload(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors in an argument, which is a tensor, a list of them or a list of lists.
-
-    >>> [tensor.nbytes for tensor in _payload([[torch.zeros(2)], [torch.zeros(3)]])]
-    [8, 12]
-    """
+    """Return the tensors in an argument, which is a tensor, a list of them or a list of lists."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    return [
-        tensor
-        for inner in tensors
-        for tensor in ((inner,) if isinstance(inner, torch.Tensor) else _payload(inner))
-    ]
+    return [tensor for inner in tensors for tensor in _payload(inner)]
 
 
 # ---- a program's own calls, compared ---------------------------------------------------------------------------
@@ -286,14 +252,10 @@ def _payload(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def compare_calls(comm: Communicator, checks: CallChecks | None = None) -> Iterator[None]:
-    """Compare the program's own calls of torch.distributed from here to the end of the block, as those of `ctx.comm`.
+    """Within the block, compare the program's own calls of torch.distributed with its peers', as those of `ctx.comm`.
 
-    What DDP, FSDP, DTensor or a DeviceMesh issue is torch's own affair, and neither recorded nor kept alive.
-
-    Args:
-        comm: the communicator of all ranks.
-        checks: compares the calls; None: what compares those of `comm`. Where that compares nothing, as between
-            machines, this does nothing either.
+    Calls by DDP, FSDP, DTensor or a DeviceMesh are neither recorded nor kept alive. `checks` is by default that of
+    `comm`, the communicator of all ranks; without any, as between machines, this does nothing.
     """
     checks = checks or comm.wire.checks
     if checks is None or comm.world_size == 1:
@@ -311,14 +273,14 @@ def compare_calls(comm: Communicator, checks: CallChecks | None = None) -> Itera
 
 
 class ComparedFunction:
-    """A rank's function whose own calls of torch.distributed are compared; it has that function's name."""
+    """A rank's function, under its own name, whose calls of torch.distributed are compared."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, context: Context, *args: Any) -> Any:
-        """Call the function on this rank. A collective that is given a group says how a group is called."""
+        """Call the function on this rank; if it passes a group to a collective, say how to call one."""
         try:
             with compare_calls(context.comm):
                 return self.function(context, *args)

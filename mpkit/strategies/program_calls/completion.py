@@ -1,17 +1,15 @@
 """When a communication is complete, and who waits for it.
 
     a wait      the op ends with `Work.wait`, or with the operator `wait_tensor` of functional collectives
-    C++         DDP waits where Python does not see it: at the end of a backward for what was issued in it; before it
-                returns for what it issues elsewhere. What is complete then counts as waited for
-    nobody      what is complete when something else begins, and nobody holds its handle any more, ends there
+    C++         DDP waits unseen by Python: at the end of a backward for communication issued in it, and before it
+                returns for any other. Communication that is complete then counts as waited for
+    nobody      an op whose handle nobody holds any more ends when the next one begins, if it is complete by then
 
 So the end in the trace is when the program, on its own thread, could know of it, as with the kit's own strategies. (A
 callback on the future would be earlier, but it runs in gloo's thread, which then has to take Python's lock: with
 a main thread that keeps the lock while it waits for gloo, that is a deadlock. A thread that waits for each future makes
 the main thread compete for the lock.) On a GPU ends are CUDA events in the current stream, at the same places.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable
@@ -31,7 +29,7 @@ _OURS = 3  # references to a handle that nobody else holds: the table's, a varia
 
 
 class _OpenCall(NamedTuple):
-    """A communication under way: torch's handle, which this keeps alive, its op, its line, and what compares it."""
+    """A communication under way: torch's handle, which this keeps alive, its op, its line, and its check."""
 
     work: Any
     op: int
@@ -40,25 +38,21 @@ class _OpenCall(NamedTuple):
 
 
 class Completion:
-    """The communications of one rank that are under way.
-
-    Attributes:
-        backwards: how many backwards are running, one within another.
-    """
+    """The communications of one rank that are under way."""
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
         self._issued: dict[int, _OpenCall] = {}  # by the handle's identity
-        self._outputs: dict[int, int] = {}  # the handle of what fills a tensor, by the tensor's address
+        self._outputs: dict[int, int] = {}  # by a tensor's address, the handle that fills it
         self._unseen: dict[int, Any] = {}  # handles that C++ may wait for
-        self.backwards = 0
+        self.backwards = 0  # how many are running, one within another
         self._wait: Callable[..., Any] = dist.Work.wait
         self._replaced = Replacements()
 
     # ---- begin and end of watching
 
     def install(self) -> None:
-        """Begin to see waits."""
+        """Intercept waits."""
         see = self._wait_for_handle
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +62,7 @@ class Completion:
         self._replaced.put(dist.Work, "wait", wait)
 
     def uninstall(self) -> None:
-        """Leave waits as they were. What is still under way stays open in the trace."""
+        """Restore waits. Communications that are still under way stay open in the trace."""
         self.settle()
         self._replaced.restore()
         self._issued.clear()
@@ -81,9 +75,8 @@ class Completion:
         """Follow a communication whose op has begun.
 
         Args:
-            filled: what it fills: a tensor, a list of tensors or a list of lists.
+            filled: a tensor, a list of tensors or a list of lists.
             by_python: whether Python has issued it, and so receives the handle.
-            call: compares it with its peers' calls once more when it is complete.
         """
         handle = id(work)
         self._issued[handle] = _OpenCall(work, op, where, call)
@@ -99,8 +92,8 @@ class Completion:
     # ---- someone waits for it
 
     def _wait_for_handle(self, work: Any, args: Any, kwargs: Any) -> Any:
-        """Wait for a handle as the program asks, and record the waiting."""
-        if id(work) not in self._issued:  # of ctx.comm, waited for already, or from before the watching began
+        """Wait for a handle, and record the waiting."""
+        if id(work) not in self._issued:  # of ctx.comm, waited for already, or issued before `install`
             return self._wait(work, *args, **kwargs)
         return self._record_wait(id(work), self._wait, work, *args, **kwargs)
 
@@ -125,12 +118,12 @@ class Completion:
         return result
 
     def settle(self) -> None:
-        """Record what C++ has waited for, and what is complete and forgotten, where no backward is running."""
+        """Outside of backwards, end the ops that C++ has waited for, and those that are complete and forgotten."""
         if self.backwards or not self._issued:
             return
         for handle, work in list(self._unseen.items()):
             if _is_complete(work):
-                self._record_wait(handle, _wait_no_longer)
+                self._record_wait(handle, lambda: None)  # C++ has waited
         for handle, (work, op, _, _) in list(self._issued.items()):
             if handle not in self._unseen and work.is_completed() and sys.getrefcount(work) <= _OURS:
                 del self._issued[handle]
@@ -138,13 +131,9 @@ class Completion:
 
 
 def _is_complete(work: Any) -> bool:
-    """Return whether what DDP waits for is complete: the handle's future, which is so before the handle itself is."""
+    """Return whether the handle's future, for which DDP waits, is complete; the handle itself is so later."""
     if work.is_completed():
         return True
     with suppress(RuntimeError):  # gloo's messages and reduce-scatters have no future
         return bool(work.get_future().done())
     return False
-
-
-def _wait_no_longer() -> None:
-    """Wait no longer: C++ has waited."""

@@ -1,10 +1,8 @@
-"""What a program is doing while it communicates: the line that runs, and what it says of it.
+"""What a program is doing while it communicates: the line that runs, and its annotation.
 
-The line is the innermost one that is neither torch's nor the kit's. What it says is `torch.profiler.record_function`,
+The line is the innermost one that is neither torch's nor the kit's. Annotations are `torch.profiler.record_function`,
 which FSDP2, DDP and optimizers use as well.
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -24,34 +22,26 @@ _CALLS = (
 )  # fmt: skip
 _DEPRECATION = "typing_extensions.py"  # wraps functions that torch has renamed
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
-_TO_MODES = ("torch/overrides.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")  # what calls these
-_COMM_FOLDER = str(Path(_KIT, "strategies", "comm"))  # what ctx.comm issues is recorded there
+_TO_MODES = ("torch/overrides.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")  # call these
+_COMM_FOLDER = str(Path(_KIT, "strategies", "comm"))  # records the calls of ctx.comm
 # Whose code it is: the program's, torch.distributed's calls, what makes them (DDP), ctx.comm's, a dispatch mode's.
 _PROGRAM, _CALL, _INSIDE, _COMM, _MODE = range(5)
 
 
 class SourceLines:
-    """The lines of one program, each put into words once.
-
-    Attributes:
-        is_direct: whether the line that `running_line` returned last calls torch.distributed itself, and not DDP or
-            FSDP.
-        by_python: whether Python called the operator for which `running_line` was asked last; otherwise C++ did, as
-            DDP's reducer does.
-    """
+    """The lines of one program, each formatted once."""
 
     def __init__(self) -> None:
+        # Of the last `running_line`: whether it calls torch.distributed itself, and not through DDP or FSDP, and
+        # whether Python called the operator, and not C++, as DDP's reducer.
         self.is_direct = self.by_python = False
-        # By the identity of a code object, for hashing one reads all its bytecode; `_codes` keeps them alive.
+        # By the identity of a code object, since hashing one reads all its bytecode; `_codes` keeps them alive.
         self._whose: dict[int, int] = {}
         self._words: dict[tuple[int, int], str] = {}
         self._codes: list[CodeType] = []
 
     def running_line(self) -> str | None:
-        """Return the program's line that is running, such as "train.py:12 in main", "" if there is none.
-
-        Return None if `ctx.comm` is running, which records its own communication.
-        """
+        """Return the program's running line, "train.py:12 in main", or ""; None within `ctx.comm`, which records it."""
         frame: FrameType | None = sys._getframe(2)
         known, innermost, calls, direct = self._whose, True, True, True
         self.by_python = False
@@ -68,11 +58,8 @@ class SourceLines:
             innermost = calls and whose == _MODE
             if whose == _PROGRAM:
                 self.is_direct = direct
-                key = (
-                    id(code),
-                    frame.f_lasti,
-                )  # to look the line up once: that reads the code's table of lines
-                if key not in self._words:
+                key = (id(code), frame.f_lasti)
+                if key not in self._words:  # for speed: f_lineno reads the code's table of lines
                     self._words[key] = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
                 return self._words[key]
             if whose == _COMM:
@@ -85,7 +72,6 @@ class SourceLines:
 
 
 def _whose(code: CodeType) -> int:
-    """Return whose code it is."""
     file = code.co_filename
     if code.co_name in _OF_MODES or file.endswith(_TO_MODES):  # also of `with torch.device("cuda")`
         return _MODE
@@ -99,19 +85,15 @@ def _whose(code: CodeType) -> int:
 
 
 class Annotations:
-    """The annotations that are open, one within another.
-
-    Attributes:
-        innermost: the name of the innermost one, "" outside of all.
-    """
+    """The open annotations, one within another."""
 
     def __init__(self) -> None:
-        self.innermost = ""
+        self.innermost = ""  # the name of the innermost one, "" outside of all
         self._around: list[str] = []
         self._replaced = Replacements()
 
     def install(self) -> None:
-        """Begin to see annotations."""
+        """Intercept annotations."""
         before_enter: Any = record_function.__enter__
         before_exit: Any = record_function.__exit__
         around = self._around
@@ -129,5 +111,5 @@ class Annotations:
         self._replaced.put(record_function, "__exit__", leave)
 
     def uninstall(self) -> None:
-        """Leave annotations as they were."""
+        """Restore annotations."""
         self._replaced.restore()

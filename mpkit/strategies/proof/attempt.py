@@ -1,7 +1,5 @@
 """One step of serial training that can be repeated: as it is, with other roundings, or for a part of the batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator
@@ -22,14 +20,13 @@ from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import coarsest, rounded
 from mpkit.strategies.reference.serial import Serial
 
-Found = tuple[Tensor, dict[str, Tensor | None]]
-"""The loss, and the gradients by name."""
+Found = tuple[Tensor, dict[str, Tensor | None]]  # the loss, and the gradients by name
 
 ALL = slice(None)
 
 
 class PartOfStep(NamedTuple):
-    """A replica's share of a micro-batch: its samples, their weight and draws, and what serial training makes of it."""
+    """A replica's share of a micro-batch: its samples, their weight and draws, and serial training's results for it."""
 
     which: slice
     weight: float
@@ -41,18 +38,15 @@ class PartOfStep(NamedTuple):
 class Attempt:
     """One step of serial training.
 
-    Model and loss are copied together, so that a loss that refers to the model sees the copy's, and as they travel to
-    the ranks. What cannot be copied can be computed once, and not again.
-
-    Attributes:
-        start: model and loss at the beginning, pickled; or why they cannot be.
+    Model and loss are copied together, as they travel to the ranks, so that a loss that refers to the model sees the
+    copy's. What cannot be copied can be computed once, and not again.
     """
 
     serial: Serial
     batch: tuple[Value, Value]
     draws: StepDraws
     scale: float
-    start: bytes | CannotReplay = b""
+    start: bytes | CannotReplay = b""  # model and loss at the beginning, pickled; or why they cannot be
 
     def __post_init__(self) -> None:
         if self.start:
@@ -64,11 +58,7 @@ class Attempt:
             self.start = error
 
     def begin_again(self) -> Serial:
-        """Return the training at the beginning of the step once more, to be changed at will.
-
-        Raises:
-            CannotReplay: model and loss cannot be copied.
-        """
+        """Return the training at the beginning of the step once more, to be changed at will."""
         if isinstance(self.start, CannotReplay):
             raise self.start
         serial = copy.copy(self.serial)
@@ -92,7 +82,7 @@ class Attempt:
     def run(self, serial: Serial) -> Found:
         """Return loss and gradients of the whole batch at once.
 
-        Where a layer draws a number for all samples of a forward, it is that of the parts that the ranks drew for.
+        A layer may draw one number for all samples of a forward; then the parts that the ranks drew for are added up.
         """
         try:
             return self._run(serial, ALL, self.draws)
@@ -124,7 +114,7 @@ class Attempt:
         return self.run(self.begin_again())
 
     def parts(self) -> Iterator[PartOfStep]:
-        """Yield each part of the plan by itself, those without samples of their own left out."""
+        """Yield each part of the plan by itself, without those that have no samples of their own."""
         for which, weight, draws in self.draws.parts():
             if weight:
                 found = self._run(self.begin_again(), which, draws)
@@ -133,7 +123,7 @@ class Attempt:
     def repeat(self, seed: int | None) -> Results:
         """Return the same again, and the buffers afterwards; with a seed, with other roundings.
 
-        The loss has another scale then: the backwards of some operators, such as matrix_exp, stop where that says.
+        The loss then has another scale: it decides where the backwards of some operators, such as matrix_exp, stop.
         """
         serial = self.begin_again()
         attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
@@ -147,7 +137,7 @@ class Attempt:
         return Noise(self.repeat, coarsest(self.serial.model, tensors), self.in_32_bits)
 
     def overflows(self) -> bool:
-        """Return whether a gradient of the whole batch, or of a part of it, is not finite at twice the loss scale."""
+        """Return whether a gradient of the batch, or of a part of it, is not finite at twice the loss scale."""
         twice = replace(self, scale=2 * self.scale)
         found = [twice.run(twice.begin_again())[1], *(each.found[1] for each in twice.parts())]
         return any(g is not None and not bool(g.isfinite().all()) for each in found for g in each.values())
@@ -160,7 +150,7 @@ class Attempt:
         return dict(serial.model.named_buffers())
 
     def in_32_bits(self) -> dict[str, Tensor]:
-        """Return the gradients of a model that computes in 16 bits, in 32; none for any other, or where it cannot."""
+        """Return in 32 bits the gradients of a model that computes in 16; nothing for any other, or if it cannot."""
         serial = self.begin_again()
         if coarsest(serial.model) not in (torch.float16, torch.bfloat16):
             return {}

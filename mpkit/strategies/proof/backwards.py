@@ -1,15 +1,13 @@
-"""When a backward through a module begins, and when autograd is done with it: what a loop of one's own does not tell.
+"""When a backward through a module begins, and when autograd is done with it, which a loop of one's own does not tell.
 
     begin    the gradient of an output of the module arrives, or, where the loss depends on parameters without it, the
              gradient of a parameter, before autograd accumulates it
     end      autograd has computed all gradients: a callback that it runs last, as torch's DDP and FSDP use it
 
-torch.autograd.grad with respect to inputs makes no gradients of parameters, and is none of these backwards. A backward
-within a backward (reentrant checkpoints) belongs to the outer one. A backward that failed has no end; the next one
-begins anew. `mk.ddp` averages by these moments, and a loop's proof compares by them.
+torch.autograd.grad with respect to inputs makes no gradients of parameters, so it does not count. A backward within a
+backward (reentrant checkpoints) belongs to the outer one. A backward that failed has no end; the next one begins anew.
+`mk.ddp` averages by these moments, and a loop's proof compares by them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,21 +22,15 @@ class ModuleBackwards:
     """The backwards through one module.
 
     Args:
-        parameters: those whose gradients the backwards make.
-        begin, end: called in each backward.
-        alone: called where torch.autograd.grad computes a parameter's gradient, which is no backward.
+        begin, end: called in each backward that makes the parameters' gradients.
+        alone: called where torch.autograd.grad computes a parameter's gradient, which is not a backward.
         apart: whether the module computes with other tensors than these parameters, as under FSDP.
     """
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        begin: Callable[[], None],
-        end: Callable[[], None],
-        *,
-        alone: Callable[[], None] = lambda: None,
-        apart: bool = False,
-    ) -> None:
+        self, parameters: Iterable[nn.Parameter], begin: Callable[[], None], end: Callable[[], None], *,
+        alone: Callable[[], None] = lambda: None, apart: bool = False,
+    ) -> None:  # fmt: skip
         self._begin, self._end, self._alone, self._apart = begin, end, alone, apart
         self._task = -1  # autograd's number of the backward that is running
         self._tasks = 0  # backwards that have begun
@@ -47,12 +39,12 @@ class ModuleBackwards:
         self._handles = [parameter.register_hook(self._on_parameter) for parameter in trained]
 
     def remove(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         for handle in self._handles:
             handle.remove()
 
     def arrive(self) -> bool:
-        """Note that the gradient of an output arrives; return whether this backward makes the parameters' gradients."""
+        """Note that an output's gradient arrives; return whether this backward makes the parameters' gradients."""
         if self._task == _current_graph_task_id():
             return True
         accumulates = self._apart or any(map(_is_executed, self._nodes))

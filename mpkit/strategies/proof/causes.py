@@ -1,4 +1,4 @@
-"""Why a step is not that of serial training: a kind after another, by comparisons, until one explains it.
+"""Why a step is not that of serial training: one kind after another, by comparisons, until one explains it.
 
 draws        ranks share random numbers, or do not share those that are common
 replicas     a rank computes with weights that are not the ones that were updated
@@ -9,11 +9,9 @@ parts        the parts of the batch do not add up to it: a layer or the loss loo
 mode         the ranks computed in another mode, training or evaluation
 shares       the parts of the batch count another number of times: all of them (a sum in place of a mean), or one alone
 update       the gradients are right, and the optimizer makes something else of them
-suspects     nothing of these, and something is known not to survive the plan; each was seen to make a training another
-world        nothing of these
+suspects     none of these, but something in the training is known not to survive the plan
+world        none of these
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 
@@ -35,9 +33,9 @@ from mpkit.strategies.tensor.known_plans import find_tensor_plan
 
 
 def close(attempt: Attempt) -> float:
-    """Return the relative difference up to which a repeated computation explains what the ranks have: half the digits.
+    """Return the relative difference up to which a repeated computation explains the ranks' results: half the digits.
 
-    A cause that changes less than that is not told from rounding.
+    A cause that changes less is not told from rounding.
     """
     data = [leaf for value in attempt.batch for leaf in leaves(value)]
     return float(torch.finfo(coarsest(attempt.serial.model, data)).eps ** 0.5)
@@ -46,8 +44,7 @@ def close(attempt: Attempt) -> float:
 def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None], says: str) -> str:
     """Return the likely cause of a loss or gradients that are not serial, with what would work.
 
-    Args:
-        gradients: those of the ranks, by name; all None where they overflowed.
+    `gradients` are the ranks', by name; all None where they overflowed.
     """
     untold = []
     kinds = [_parameters, _memory, _broadcast, _parts]
@@ -62,8 +59,8 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
         if found:
             return found
     likely = next(_suspects(job, says), "") or say("world")
-    return likely + (
-        f" (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else ""
+    return (
+        f"{likely} (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else likely
     )
 
 
@@ -84,9 +81,8 @@ def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | N
         value = serial.loss(outputs, targets)
     pair = as_pair(value)
     used = pair[0] if pair is not None else value
-    if not (isinstance(used, Tensor) and used.requires_grad):
-        return ""
-    return say("parameters", ranks=job.plan.ranks)
+    uses = isinstance(used, Tensor) and used.requires_grad
+    return say("parameters", ranks=job.plan.ranks) if uses else ""
 
 
 def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
@@ -168,7 +164,7 @@ def _equal(attempt: Attempt, ones: dict[str, Tensor | None], others: dict[str, T
 
 
 def _suspects(job: TrainJob, says: str) -> Iterator[str]:
-    """Yield what may be why a step differs, the likeliest first; nothing of a training without anything suspicious."""
+    """Yield what may be why a step differs, the likeliest first; nothing if nothing in the training is suspicious."""
     plan, model = job.plan, job.what.model
     hooks = (*job.what.parameter_hooks, *backward_hooks(model)) if plan.ranks * plan.microbatches > 1 else ()
     for hook in map(str, hooks):

@@ -5,8 +5,6 @@ whose computation is a forward of the plain module, or the backwards of a step (
 function `repeat(seed)` that returns its results by name, with other roundings if there is a seed.
 """
 
-from __future__ import annotations
-
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -26,20 +24,15 @@ from mpkit.strategies.proof.draws import SharedDraws
 from mpkit.strategies.proof.rounding import SPREADS, distance, largest
 
 Results = Mapping[str, Tensor | None]
-"""What a computation makes: gradients by the parameter's name, "buffer NAME", "output NUMBER", the loss by ""."""
+"""The results of a computation: gradients by the parameter's name, "buffer NAME", "output NUMBER", the loss by ""."""
 
 SHADOWS = 4.0
 """How many times as far as a step in 16 bits is from the same in 32 bits two results in 16 bits may be apart: kernels
 sum up in 16 bits inside, as long as the batch is, which nobody can perturb from outside."""
 
-REPETITIONS = 3
-"""How often a computation is repeated to find out what rounding does to it."""
-
-CEILING = 3.0
-"""How many square roots of a rounding repetitions may be apart: 1e-3 in float32, 4e-8 in float64."""
-
-SMALL = 0.03
-"""The share of the largest gradient below which a gradient may be nothing but rounding."""
+REPETITIONS = 3  # how often a computation is repeated to find out what rounding does to it
+CEILING = 3.0  # square roots of a rounding by which repetitions may differ: 1e-3 in float32, 4e-8 in float64
+SMALL = 0.03  # the share of the largest gradient below which a gradient may be nothing but rounding
 
 
 class Noise:
@@ -48,25 +41,21 @@ class Noise:
     Args:
         repeat: repeat(seed) -> the results, with other roundings; those as they are for None.
         dtype: the coarsest one in the computation.
-        widen: returns the results in 32 bits of a computation in 16 bits; nothing of any other.
-
-    Attributes:
-        ceiling: the largest difference that rounding explains, relative to what is compared: about 1e-3 in float32.
-        repeats_differ: whether repetitions differ by more, and as much as what was compared.
+        widen: returns the results in 32 bits of a computation in 16 bits; nothing for any other.
 
     >>> Noise(lambda seed: {"": torch.tensor(1.0 + (seed or 0))}, torch.float64).spread("")
     32.0
     """
 
     def __init__(
-        self,
-        repeat: Callable[[int | None], Results],
-        dtype: torch.dtype,
+        self, repeat: Callable[[int | None], Results], dtype: torch.dtype,
         widen: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
-        self._repeat, self._widen, self.repeats_differ = repeat, widen, False
+    ) -> None:  # fmt: skip
+        self._repeat, self._widen = repeat, widen
+        self.repeats_differ = False  # by more than the ceiling, and as much as what was compared
         self._spread: dict[str, float] = {}
         self._scales: dict[str, float] = {}
+        # The largest difference that rounding explains, relative to what is compared: about 1e-3 in float32.
         self.ceiling = CEILING * float(torch.finfo(dtype).eps) ** 0.5
 
     def spread(self, name: str) -> float:
@@ -127,17 +116,13 @@ class Difference(Exception):
 def same(
     what: str, got: Tensor, wanted: Tensor, few: float, noise: Noise | None = None, name: str = ""
 ) -> None:
-    """Compare two tensors.
+    """Raise a Difference unless two tensors, the ranks' and the serial one, are the same.
 
     Args:
-        what: what they are.
-        got, wanted: the ranks' and the serial one.
         few: a difference without further questions.
-        noise: says what may be added to it; None: nothing.
-        name: what the noise calls them.
+        noise: says what may be added to it, under `name`; None: nothing.
 
     Raises:
-        Difference: they are not the same.
         CannotReplay: nobody knows, since the step cannot be repeated, or its repetitions differ as well.
     """
     got = got.to(wanted.device)
@@ -152,9 +137,8 @@ def same(
         except (CannotReplay, SharedDraws, MemoryError, torch.OutOfMemoryError) as error:
             if noise.repeats_differ or by <= noise.ceiling * largest(wanted):
                 raise
-            cause = (
-                f"The cause is unknown, since the step cannot be repeated to look for it: {one_line(error)}."
-            )
+            why = f"since the step cannot be repeated to look for it: {one_line(error)}"
+            cause = f"The cause is unknown, {why}."
     raise Difference(f"{what} is {difference_in_words(got, wanted)}", cause)
 
 
@@ -186,19 +170,13 @@ def difference_in_words(got: Tensor, wanted: Tensor) -> str:
 
 @contextmanager
 def run_user_code(what: str) -> Iterator[None]:
-    """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
-
-    Raises:
-        CannotReplay: the user's code raises, or an operator that it calls.
-    """
+    """Run the user's code; what it or an operator raises becomes CannotReplay, but mpkit's own errors stay."""
     try:
         yield
     except (CannotReplay, SharedDraws):
         raise
     except Exception as error:
-        where = traceback.walk_tb(error.__traceback__)
-        if [frame.f_globals.get("__name__", "") for frame, _ in where][-1].startswith(
-            ("mpkit.strategies.proof.", "mpkit.strategies.wrappers.")
-        ):
+        modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
+        if modules[-1].startswith(("mpkit.strategies.proof.", "mpkit.strategies.wrappers.")):
             raise
         raise CannotReplay(f"{what} fails in plain PyTorch: {one_line(error)}") from error

@@ -1,8 +1,8 @@
 """The random numbers that the ranks drew in a step, for the serial step to use.
 
 Ranks draw for their own samples, features and tokens, and serial training draws for all of them at once. So what each
-rank drew is put together: along the features or tokens that tp or cp divides, then along the batch. Thereby it is
-checked that ranks which compute the same drew the same, and that those which compute different things did not.
+rank drew is put together: along the features or tokens that tp or cp divides, then along the batch. This also checks
+that ranks which compute the same drew the same, and that those which compute different things did not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import shares, split
 from mpkit.strategies.models.heard_draws import CannotReplay
 
-CHANCE = 1e-9
-"""The chance of a coincidence below which equal draws are none."""
-
+CHANCE = 1e-9  # the chance of a coincidence below which equal draws are none
 
 SHARED = "replicas, or micro-batches, draw the same random numbers for different samples"
 
@@ -37,23 +35,16 @@ class SharedDraws(Exception):
 
 @dataclass
 class StepDraws:
-    """All draws of a step.
-
-    Args:
-        by_rank: by rank, by (stage, micro-batch), what was drawn, in order.
-        decides: whether the model looks at values while it draws, as one that draws until it accepts a number.
-        before: `chances` of the step before.
-    """
+    """All draws of a step."""
 
     plan: Plan
-    size: int
-    by_rank: list[dict[tuple[int, int], list[Tensor]]]
-    decides: bool = False
-    before: dict[int, float] = field(default_factory=dict)
+    size: int  # samples in the batch
+    by_rank: list[dict[tuple[int, int], list[Tensor]]]  # by (stage, micro-batch), the draws in order
+    decides: bool = False  # the model looks at values while it draws, until it accepts a number, say
+    before: dict[int, float] = field(default_factory=dict)  # `chances` of the step before
     _lines: dict[tuple[int, int, int, int], list[Tensor]] = field(init=False)
-    _idle: dict[tuple[int, int, int, int], list[Tensor]] = field(
-        init=False
-    )  # of replicas without samples of their own
+    # Those of replicas without samples of their own.
+    _idle: dict[tuple[int, int, int, int], list[Tensor]] = field(init=False)
     _next: int = field(default=0, init=False)
     _chances: dict[int, float] = field(default_factory=dict, init=False)
 
@@ -75,13 +66,9 @@ class StepDraws:
         return any(self._lines.values())
 
     def check_places(self, places: list[set[tuple[int, int, int, int]]]) -> None:
-        """Check that no two replicas or micro-batches draw from one seed: few draws would not show it.
+        """Check that no two replicas or micro-batches draw from one seed, since a few draws would not show it.
 
-        Args:
-            places: by rank, what the numbers of its micro-batches were seeded with.
-
-        Raises:
-            SharedDraws: two do.
+        `places` has, by rank, what the numbers of its micro-batches were seeded with.
         """
         computed: dict[int, set[int]] = {}
         seeded: dict[int, set[tuple[int, int, int, int]]] = {}
@@ -100,11 +87,8 @@ class StepDraws:
     @property
     def chances(self) -> dict[int, float]:
         """By pair of blocks of samples that drew the same so far, in this step and those before it: the chance."""
-        return {
-            pair: chance * self.before.get(pair, 1.0)
-            for pair, chance in self._chances.items()
-            if chance <= 1.0
-        }
+        before = self.before
+        return {pair: each * before.get(pair, 1.0) for pair, each in self._chances.items() if each <= 1.0}
 
     def give(self, shape: tuple[int, ...], probability: float | None) -> Tensor:
         """Return the next draw, for the whole batch.
@@ -222,7 +206,7 @@ class StepDraws:
 
 
 def _concatenate(parts: list[Tensor], dim: int | None, axis: str) -> Tensor:
-    """Concatenate parts that have to differ; of parts that have to be equal, return one."""
+    """Concatenate parts that have to differ; if they have to be equal, return one."""
     if dim is None:
         if not all(torch.equal(parts[0], part) for part in parts[1:]):
             raise SharedDraws(f"ranks along {axis} draw different random numbers for the same activations")
@@ -236,7 +220,7 @@ def _concatenate(parts: list[Tensor], dim: int | None, axis: str) -> Tensor:
 def _chance(a: Tensor, b: Tensor) -> float:
     """Return the chance of equal draws, by the share of their most frequent value; 2 if they are not equal.
 
-    Of blocks with unequally many samples the numbers of the smaller one are compared with the first of the other one.
+    The smaller of two blocks is compared with the beginning of the other one.
 
     >>> _chance(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0])), _chance(torch.ones(2), torch.ones(2))
     (0.25, 1.0)

@@ -1,14 +1,12 @@
 """LoopProof: the first steps of a wrapped module in a loop of one's own, compared with those of the plain module.
 
 attach      the wrapped module has to have the plain one's weights, which are the same on all ranks
-forward     what it is given and what it makes is noted
+forward     its inputs and outputs are noted
 backward    the gradients that the wrapped outputs receive are noted, and those of parameters at its end
 step        when the optimizer begins, the plain module does the same forwards and backwards: outputs and buffers have
-            to be equal, and the gradients the mean over the ranks of the plain ones (`step_gradients`); when it ends:
+            to be equal, and the gradients the mean over the ranks of the plain ones (`step_gradients`); when it ends,
             all ranks have to hold the same weights, from which the next step begins
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
@@ -47,12 +45,8 @@ class LoopProof:
 
     Args:
         who: what is proved, for messages: "mk.ddp".
-        tp: those of them that share a batch, and draw random numbers for their parts of it; None: none do.
+        tp: the ranks that share a batch and draw random numbers for their parts of it; None: there are none.
         synchronizes: whether the forward that runs has the first rank's buffers on all ranks.
-
-    Attributes:
-        active: whether there are steps to compare.
-        line: what was found, once all steps are compared.
     """
 
     def __init__(
@@ -61,7 +55,8 @@ class LoopProof:
     ) -> None:  # fmt: skip
         self._who, self.ranks, self._plain, self._steps = who, ranks, plain, steps
         self._tp, self._synchronizes = tp, synchronizes
-        self.active, self.line = True, ""
+        self.active = True  # whether there are steps to compare
+        self.line = ""  # the result, once all steps are compared
         self._handles: list[Any] = []
         self._hearing: Any = None  # HeardDraws
         self._step, self._worst, self._depth, self._apart = 1, 0.0, 0, False
@@ -85,8 +80,7 @@ class LoopProof:
     def attach(self, module: nn.Module, held: HeldTensors, *, listens: bool = True) -> None:
         """Begin with the wrapped module; every rank calls it.
 
-        Args:
-            listens: whether forwards, backwards and steps are heard; otherwise `compare_step` is told of them.
+        Unless it `listens` to forwards, backwards and steps, `compare_step` is told of them.
         """
         self._module, self._held = module, held
         held.check_wrapped(self._plain.parameters)
@@ -129,7 +123,7 @@ class LoopProof:
             self._hearing.__enter__()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what there is before a forward."""
+        """Note the state before a forward."""
         self._now = None
         if not self.active or not torch.is_grad_enabled():
             return
@@ -157,7 +151,7 @@ class LoopProof:
                 self.ranks.digests.append({f"the buffer {name}": digest_of(b) for name, b in buffers})
 
     def _leave(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        """Note what a forward has made; return the output, whose backward is heard."""
+        """Note the outputs of a forward, and return copies whose backward is heard."""
         seen, self._now = self._now, None
         if self._hearing is not None:
             self._hearing.__exit__(None, None, None)
@@ -170,7 +164,8 @@ class LoopProof:
             seen.draws = StepDraws(Plan(tp=self._tp.size), 1, [{(0, 0): of_rank} for of_rank in drawn])
         elif self._plain.drew(seen):
             self._drew = self._drew or digest_of(seen.random.torch[0])
-        seen.got = {f"output {i}": _whole_output(each).detach().clone() for i, each in enumerate(made)}
+        outputs = [each.whole() if isinstance(each, DividedLogits) else whole(each) for each in made]
+        seen.got = {f"output {i}": each.detach().clone() for i, each in enumerate(outputs)}
         seen.got |= {f"buffer {n}": whole(b).detach().clone() for n, b in self._module.named_buffers()}
         self._forwards.append(seen)
         copies = {
@@ -188,15 +183,14 @@ class LoopProof:
     # ---- backward
 
     def _hear(self, output: Tensor, forward: int, place: int) -> Tensor:
-        """Hear the gradient that reaches an output of a forward; of divided logits, those of all ranks' parts."""
+        """Hear the gradient that reaches an output of a forward; for divided logits, those of all ranks' parts."""
 
         def receive(gradient: Tensor) -> None:
             if not self.active or self._compared or not self._backwards.arrive():
                 return
             if torch.is_grad_enabled():
-                self._why_not = (
-                    "second derivatives (create_graph=True) reach the parameters past the model's outputs"
-                )
+                what = "second derivatives (create_graph=True)"
+                self._why_not = f"{what} reach the parameters past the model's outputs"
             gradient = gradient.detach().clone()
             if isinstance(output, DividedLogits):
                 parts = self.ranks.all(gradient.cpu())
@@ -218,10 +212,8 @@ class LoopProof:
         self._gradients.heard.append({})
 
     def _end_backward(self) -> None:
-        if self.active and not self._compared:
-            _execution_engine.queue_callback(
-                self._note_gradients
-            )  # after what torch's wrappers do at the end
+        if self.active and not self._compared:  # torch's wrappers queue what they do at the end before this
+            _execution_engine.queue_callback(self._note_gradients)
 
     def _note_gradients(self) -> None:
         self._gradients.after = self._gradients_now()
@@ -272,10 +264,9 @@ class LoopProof:
             self._close_if_done()
 
     def compare_step(self, loss: float, heard: ForwardDraws, draws: Callable[[list[Any]], StepDraws]) -> None:
-        """Do a whole step in plain PyTorch, which the ranks did together after `enter`, and compare.
+        """Repeat in plain PyTorch the step that the ranks did together after `enter`, and compare.
 
-        Args:
-            draws: returns what all ranks drew as that of the whole batch.
+        `draws` turns what all ranks drew into the draws of the whole batch.
         """
         seen, self._now = self._now, None
         if not self.active:
@@ -286,9 +277,8 @@ class LoopProof:
             seen.got = {"output 0": torch.tensor(loss)}
             self._forwards.append(seen)
             if heard.others.drawn:
-                self._why_not = (
-                    "the forward draws random numbers from Python's or NumPy's generators, not from torch's"
-                )
+                others = "Python's or NumPy's generators, not from torch's"
+                self._why_not = f"the forward draws random numbers from {others}"
             self._gradients.heard.append({0: {0: torch.ones(())}})
             self._gradients.after = self._gradients_now()
         self.compare()
@@ -299,10 +289,8 @@ class LoopProof:
                 "a hook was registered on a parameter after the wrap, which the plain module has not"
             )
         step, heard = self._gradients, [received for received in self._gradients.heard if received]
-        dtype, steps = (
-            self._plain.dtype_of(self._forwards),
-            partial(self._plain.repeat, self._forwards, heard),
-        )
+        dtype = self._plain.dtype_of(self._forwards)
+        steps = partial(self._plain.repeat, self._forwards, heard)
 
         def repeat(seed: int | None) -> dict[str, Tensor]:
             made, own = steps(seed)
@@ -342,7 +330,7 @@ class LoopProof:
         self._step, self._compared = self._step + 1, True
 
     def _check_forwards(self, made: list[dict[str, Tensor]], noise: Noise, eps: float) -> None:
-        """Compare what each forward made, up to the first difference."""
+        """Compare the outputs and buffers of each forward, up to the first difference."""
         for number, (seen, wanted) in enumerate(zip(self._forwards, made, strict=True)):
             outputs = [tensor for name, tensor in wanted.items() if name.startswith("output ")]
             shapes, others = ([list(tensor.shape) for tensor in each] for each in (seen.outputs, outputs))
@@ -373,7 +361,7 @@ class LoopProof:
         return say("other_forward")
 
     def _explain_outputs(self) -> None:
-        """Add what only all ranks together know of the forwards: shared random numbers, and sums that are missing."""
+        """Add what only all ranks together know of the forwards: shared random numbers, and missing sums."""
         every = self.ranks.all((self._drew, self._wrong_output is not None))
         drew = [state for state, _ in every if state]
         if len(set(drew)) < len(drew):
@@ -402,10 +390,6 @@ class LoopProof:
         self._gradients, self._forwards, self._weights_before = StepGradients(), [], {}
         if self.ranks.index == 0:
             print(self.line, flush=True)
-
-
-def _whole_output(tensor: Tensor) -> Tensor:
-    return tensor.whole() if isinstance(tensor, DividedLogits) else whole(tensor)
 
 
 def _any_there(gradients: dict[str, Tensor | None]) -> bool:

@@ -5,8 +5,6 @@ model    a loss that the model computes itself
 loss     a sum over samples, a mean over something else than samples, or one that needs the whole batch
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite
@@ -30,19 +28,12 @@ Samples = Sequence[int]
 
 @dataclass
 class Computed:
-    """What model and loss make of some samples.
+    """What model and loss make of some samples."""
 
-    Attributes:
-        samples: their numbers.
-        loss, count: the loss, and the count that it returned; None for a mean.
-        calls: of each module in the order of the calls, its name and the leaves of what it returned; the last one is
-            the model.
-    """
-
-    samples: Samples
+    samples: Samples  # their numbers
     loss: float
-    count: float | None
-    calls: list[tuple[str, list[Any]]]
+    count: float | None  # the count that the loss returned; None for a mean
+    calls: list[tuple[str, list[Any]]]  # modules' names and the leaves of their results; the model is last
 
     @property
     def output(self) -> list[Any]:
@@ -53,8 +44,7 @@ class Computed:
 def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
     """Return why the parts of a batch do not add up to it, and what would work; "" if they do.
 
-    Args:
-        tolerance: the relative difference up to which results are the same.
+    `tolerance` is the relative difference up to which results are the same.
     """
     parts = [(which, draws) for which, weight, draws in attempt.draws.parts() if weight]
     if len(parts) < 2:
@@ -138,7 +128,7 @@ def _gradients_apart(attempt: Attempt, weights: Sequence[float], tolerance: floa
 def _differs(
     i: int, whole: Computed, split: Sequence[Computed], tolerance: float, *, scalars: bool = True
 ) -> bool:
-    """Return whether a call of a module made something else of a sample in a part than in the whole batch."""
+    """Return whether a call of a module treated a sample in a part differently than in the whole batch."""
     name, leaves = whole.calls[i]
     i = i if i + 1 < len(whole.calls) else -1  # the model's own, however many there were before
     others = [each.calls[i] if i < len(each.calls) else ("", []) for each in split]

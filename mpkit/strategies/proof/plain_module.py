@@ -23,40 +23,27 @@ from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import coarsest, distance, largest, rounded
 from mpkit.strategies.stage.stage import call, cast_module
 
-CLOSE = 1e-3
-"""The relative difference up to which another computation explains a result."""
-
-OF_TORCH = {key for key in vars(nn.Module()) if key != "training"}
-"""Attributes of modules that are PyTorch's own."""
+CLOSE = 1e-3  # the relative difference up to which another computation explains a result
+OF_TORCH = {key for key in vars(nn.Module()) if key != "training"}  # attributes that are PyTorch's own
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Any, Any], Any]
 Received = dict[int, dict[int, Tensor]]
-"""What a backward was made of: by the number of a forward in the step, the gradients of its outputs, by place."""
+"""What a backward began from: by the number of a forward in the step, the gradients of its outputs, by place."""
 
 
 @dataclass
 class PlainForward:
-    """A forward of the wrapped module, and what is needed to repeat it.
-
-    Attributes:
-        args, kwargs: copies of the inputs.
-        modes: attributes of modules, by module: numbers, words, and copies of tensors that a layer keeps.
-        random: the states of random number generators.
-        autocast: whether torch.autocast is on, and its dtype.
-        buffers: before the forward, by name.
-        draws: the random numbers of all ranks, where each draws its own for its part.
-        got: "output NUMBER" and "buffer NAME" that the wrapped module made.
-    """
+    """A forward of the wrapped module, and what is needed to repeat it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    modes: dict[str, dict[str, Any]]
+    modes: dict[str, dict[str, Any]]  # modules' attributes: numbers, words, and copies of tensors
     random: RandomStates
-    autocast: tuple[bool, torch.dtype]
-    buffers: dict[str, Tensor]
-    draws: StepDraws | None = None
-    got: dict[str, Tensor] = field(default_factory=dict)
+    autocast: tuple[bool, torch.dtype]  # whether torch.autocast is on, and its dtype
+    buffers: dict[str, Tensor]  # before the forward, by name
+    draws: StepDraws | None = None  # the random numbers of all ranks, where each draws its own for its part
+    got: dict[str, Tensor] = field(default_factory=dict)  # its "output NUMBER" and "buffer NAME"
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -64,7 +51,7 @@ class PlainForward:
         return [tensor for name, tensor in self.got.items() if name.startswith("output ")]
 
     def use_draws(self, *, again: bool = False) -> AbstractContextManager[Any]:
-        """Return a context that gives the ranks' random numbers; not `again`, to a forward that a backward repeats."""
+        """Return a context that gives a forward the ranks' random numbers, but not one that a backward repeats."""
         if self.draws is None:
             return nullcontext()
         self.draws.begin()
@@ -76,10 +63,9 @@ def _never(shape: tuple[int, ...], probability: float | None) -> Tensor:
 
 
 class PlainModule:
-    """A module without a strategy, which follows a wrapped one.
+    """A module without a strategy, which follows a wrapped one; its weights, buffers and attributes are changed.
 
     Args:
-        module: the plain module; its weights, buffers and attributes are changed.
         dtype: the dtype of 16 bits in which the wrapped one computes; None for its own.
         loss: if it is given, a forward takes (inputs, targets) and returns the loss.
     """
@@ -93,7 +79,7 @@ class PlainModule:
         self._own = self._first = settings(module)
 
     def follow(self, module: nn.Module) -> list[str]:
-        """Follow a wrapped module from now on: what changes in its attributes later; return where modes differ now."""
+        """Follow what changes in a wrapped module's attributes from now on; return where modes differ now."""
         self._first = settings(module)
         return [
             f"{name or 'the model'} is in another mode than the plain module."
@@ -104,7 +90,7 @@ class PlainModule:
     # ---- forward
 
     def note_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlainForward:
-        """Note what is there before a forward of the wrapped module."""
+        """Note the state before a forward of the wrapped module."""
         modes = {name: self._follow_attributes(name, now) for name, now in settings(module).items()}
         for name, key, leaves, shape in kept_attributes(module):
             modes[name][key] = rebuild(shape, [_apart(leaf) for leaf in leaves])
@@ -115,13 +101,13 @@ class PlainModule:
         return PlainForward(args, kwargs, modes, RandomStates(module, self.device), autocast, buffers)
 
     def _follow_attributes(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes of the plain module: its own where the wrapped module's are as at first."""
+        """Return the plain module's attributes: its own where the wrapped module's are still as at first."""
         first, own = self._first.get(name, {}), self._own.get(name, {})
         same = {key for key, value in now.items() if key in first and first[key] == value}
         return {key: own[key] if key in same else now[key] for key in now if key not in same or key in own}
 
     def forward(self, seen: PlainForward) -> list[Tensor]:
-        """Repeat a forward, and return the tensors of its outputs and those that layers keep, each once."""
+        """Repeat a forward; return the tensors of its outputs and those that layers keep, each once."""
         for name, inner in self.module.named_modules():
             for key, value in seen.modes.get(name, {}).items():
                 vars(inner)[key] = _copied(value, self._dtype)
@@ -160,7 +146,7 @@ class PlainModule:
     def explains(
         self, seen: PlainForward, *, training: bool | None = None, weights: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Return whether another mode, or other weights, make a forward's outputs of what it got."""
+        """Return whether another mode, or other weights, turn a forward's inputs into its outputs."""
         modes = seen.modes
         if training is not None:
             seen.modes = {inner: {**of, "training": training} for inner, of in modes.items()}
@@ -182,10 +168,9 @@ class PlainModule:
     def repeat(
         self, forwards: Sequence[PlainForward], backwards: Sequence[Received], seed: int | None = None
     ) -> tuple[list[dict[str, Tensor]], list[Gradients]]:
-        """Return what each forward makes, as in `PlainForward.got`, and the gradients of each backward, in float64.
+        """Return the results of each forward, as in `PlainForward.got`, and the gradients of each backward, in float64.
 
-        Args:
-            seed: of other roundings; None: those as they are.
+        `seed` is that of other roundings; None: those as they are.
         """
         outputs, made, own = list[list[Tensor]](), list[dict[str, Tensor]](), list[Gradients]()
         with rounded(seed):
@@ -269,15 +254,11 @@ def _apart(leaf: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 class RandomStates:
-    """The states of all random number generators that a forward may draw from, at one moment.
-
-    Attributes:
-        torch: torch's: of the CPU, and of the GPU if the module is on one.
-    """
+    """The states of all random number generators that a forward may draw from, at one moment."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._state = RandomState.now(device)
-        self.torch = [each for each in (self._state.host, self._state.gpu) if each is not None]
+        self.torch = [each for each in (self._state.host, self._state.gpu) if each is not None]  # CPU, GPU
         self._own = [generator.get_state() for generator in _generators(module)]
 
     @contextmanager

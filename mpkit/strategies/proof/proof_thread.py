@@ -1,7 +1,5 @@
 """ProofThread: the thread that verifies a run's steps as the ranks finish them."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
@@ -23,23 +21,16 @@ from mpkit.strategies.runtime.evidence import verdict_of
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory
 from mpkit.trace.proof import PROOF, Proof
 
-LOOK_EVERY = 0.05
-"""Seconds between two looks for a step that all ranks have finished."""
+LOOK_EVERY = 0.05  # seconds between two looks for a step that all ranks have finished
 
 
 class ProofThread:
-    """Verifies the steps of a run, in a thread.
-
-    Args:
-        losses: returns the losses of the steps so far.
-
-    Attributes:
-        error: ends the run: a step that is not that of serial training, or a defect of the comparison; None so far.
-    """
+    """Verifies the steps of a run, in a thread; `losses` returns the losses of the steps so far."""
 
     def __init__(self, job: TrainJob, folder: Path, losses: Callable[[], list[float]]) -> None:
         self._job, self._folder, self._losses = job, folder, losses
         self._know(Proof(why_not=job.how.unverified))
+        # What ends the run: a step that is not that of serial training, or a defect of the comparison.
         self.error: MpkitError | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,9 +70,8 @@ class ProofThread:
         first, facts = first_unverified(part(self._folder, rank, FIRST_TIMES) for rank in ranks)
         if facts:
             more = f" (and {len(facts) - 1} more such changes)" if len(facts) > 1 else ""
-            notes.append(
-                f"{facts[0]} for the first time in step {first + 1}{more}: {self._compares(first + 1)}"
-            )
+            where = f"for the first time in step {first + 1}{more}"
+            notes.append(f"{facts[0]} {where}: {self._compares(first + 1)}")
         self._know(replace(known, why_not="; ".join(notes)))
 
     def _due(self) -> list[int]:
@@ -127,9 +117,8 @@ class ProofThread:
             ready = self._prover.ready(step)
             losses: list[float | None] = [*self._losses()] if ready else []
             if ready and launched.exists() and launched.read_text() == APART:
-                losses = [None] * (
-                    place + 1
-                )  # ranks on other machines send theirs with the traces, at the end
+                # Ranks on other machines send theirs with the traces, at the end.
+                losses = [None] * (place + 1)
             if len(losses) > place:
                 with LOCK, silent():  # the ranks print what the model and the loss print
                     self._prover.verify(step, losses[place])

@@ -1,14 +1,12 @@
-"""The prover: a step after another, it does in plain PyTorch what the ranks did, and compares.
+"""The prover: step after step, it does in plain PyTorch what the ranks did, and compares.
 
-    start        the weights, states and buffers that the ranks started the step from; in the first step the model's own
+    start        the weights, states and buffers from which the ranks started the step; in the first, the model's own
     gradients    loss and gradients of the whole batch, by `mpkit.strategies.reference.serial`
     update       the optimizer on the ranks' own gradients: rounding in a gradient cannot grow in it
     compare      the loss, each rank's gradients, weights and buffers, and the copies that ranks compute with
 
 It runs in a thread of the caller's process, so in the world of the notebook, while the ranks train.
 """
-
-from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
@@ -40,16 +38,11 @@ from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.update.optimizer import describe_optimizer
 from mpkit.trace.proof import Proof
 
-LEFT = 0.05
-"""The share of a GPU's memory that is left to the ranks, which may still grow."""
+LEFT = 0.05  # the share of a GPU's memory that is left to the ranks, which may still grow
 
 
 class Prover:
-    """Verifies the steps of one run.
-
-    Args:
-        job: the training; its model, loss and optimizer are copied, and stay as they are.
-    """
+    """Verifies the steps of one run on copies of its model, loss and optimizer."""
 
     def __init__(self, job: TrainJob, folder: Path) -> None:
         self._job, self._folder = job, folder
@@ -74,9 +67,8 @@ class Prover:
 
     def ready(self, step: int) -> bool:
         """Return whether all ranks have finished a step, counted from 0."""
-        return all(
-            a.exists() or b.exists() for a, b in zip(self._files(step), self._lost_files(step), strict=True)
-        )
+        pairs = zip(self._files(step), self._lost_files(step), strict=True)
+        return all(written.exists() or lost.exists() for written, lost in pairs)
 
     def _files(self, step: int) -> list[Path]:
         return files_of(self._folder, self._job.plan.ranks, step)
@@ -85,14 +77,9 @@ class Prover:
         return files_of(self._folder, self._job.plan.ranks, step, lost_of)
 
     def verify(self, step: int, loss: float | None) -> None:
-        """Compare a step that all ranks have finished.
+        """Compare a step, counted from 0, that all ranks have finished; NotSerial if it is not that of serial training.
 
-        Args:
-            step: the step, counted from 0.
-            loss: the loss that the run reports for it; None: the sum of the ranks' shares.
-
-        Raises:
-            NotSerial: the step is not that of serial training.
+        `loss` is what the run reports for it; None: the sum of the ranks' shares.
         """
         if lost := [rank for rank, path in enumerate(self._lost_files(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
@@ -119,7 +106,7 @@ class Prover:
         self._last, self._known = step, found.after
 
     def _loss_of(self, found: WholeStep) -> float:
-        """Return the sum of the shares of the ranks that have different samples or tokens; stages tell each other."""
+        """Return the sum of the shares of the ranks with different samples or tokens; stages share theirs."""
         mesh = self._job.plan.mesh
         by_stage: dict[int, float] = {}
         for rank, loss in enumerate(found.of_ranks("loss")):
@@ -134,9 +121,7 @@ class Prover:
     def _compare(self, step: int, loss: float, found: WholeStep, batch: tuple[Value, Value]) -> None:
         serial = self._serial
         # ---- gradients
-        found.gradients = {
-            name: g if g is None else self._to_device(g) for name, g in found.gradients.items()
-        }
+        found.gradients = {n: g if g is None else self._to_device(g) for n, g in found.gradients.items()}
         drawn, decides = found.of_ranks("draws"), any(found.of_ranks("decides"))
         draws = StepDraws(self._job.plan, batch_size(batch[0]), drawn, decides, self._chances)
         draws.check_places(found.of_ranks("places"))
@@ -160,10 +145,8 @@ class Prover:
                 raise Difference(
                     "the ranks left the update out, and no gradient of serial training overflows"
                 )
-        except Difference as difference:
-            difference.cause = difference.cause or cause_of(
-                self._job, attempt, found.gradients, difference.says
-            )
+        except Difference as error:
+            error.cause = error.cause or cause_of(self._job, attempt, found.gradients, error.says)
             raise
         if not found.skipped:
             # ---- update
@@ -187,10 +170,8 @@ class Prover:
 
     def _reads_again(self, step: int, batch: tuple[Value, Value]) -> bool:
         """Return whether the data gives the same batch again."""
-        pairs = zip(
-            *([t for value in each for t in leaves(value)] for each in (batch, self._batch(step))),
-            strict=True,
-        )
+        first, again = ([t for value in each for t in leaves(value)] for each in (batch, self._batch(step)))
+        pairs = zip(first, again, strict=True)
         return all(a.shape == b.shape and distance(a, b) == 0.0 for a, b in pairs)
 
     def _start(self, step: int, found: WholeStep) -> tuple[Value, Value]:
@@ -239,7 +220,7 @@ class Prover:
 def compare_gradients(
     found: WholeStep, gradients: dict[str, Tensor | None], noise: Noise, few: float
 ) -> None:
-    """Compare each rank's gradients with those of the whole batch; `few`: as by `few_of`."""
+    """Compare each rank's gradients with those of the whole batch; `few` is that of `few_of`."""
     doubt: CannotReplay | None = None
     for rank, name, piece, _, got in found.held:
         wanted = gradients[name]
@@ -262,7 +243,7 @@ def compare_gradients(
 
 
 def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
-    """Compare what ranks have updated; return the largest difference, relative to the largest weight of its tensor."""
+    """Compare the updated weights; return the largest difference, relative to the largest weight of its tensor."""
     most = 0.0
     for rank, name, piece, after, _ in found.held:
         weight = serial.weights[name]
@@ -286,7 +267,7 @@ def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
 def compare_buffers(
     job: TrainJob, serial: Serial, found: WholeStep, attempt: Attempt, noise: Noise, few: float
 ) -> str:
-    """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
+    """Compare buffers; return words about one that is not that of the whole batch, but of the plan's parts."""
     wanted = dict(serial.model.named_buffers())
     plan, words, after = job.plan, "", dict[str, Tensor]()
     in_parts = cache(attempt.buffers_in_parts)
@@ -336,10 +317,7 @@ def _finite(gradients: dict[str, Tensor | None]) -> bool:
 def _on_device(device: torch.device, serial: Serial) -> Iterator[None]:
     """Have a serial training on a device inside the block; afterwards it is in this process's memory.
 
-    Beside the ranks it takes what is free on the GPU, less what they may still need.
-
-    Raises:
-        torch.OutOfMemoryError: the ranks leave too little.
+    It takes what is free on the ranks' GPU, less what they may still need, or raises an OutOfMemoryError.
     """
     if device.type == "cpu":
         yield

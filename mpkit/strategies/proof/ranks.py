@@ -7,8 +7,6 @@ DTensor     torch knows its parts (FSDP2, tensor parallelism by `parallelize_mod
 parts       a wrapper of mpkit's says which elements a rank has (`mk.tensor_parallel`, `mk.pipeline`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,20 +28,14 @@ class Ranks:
         who: what they prove, for messages: "mk.ddp".
         ranks: their numbers among all processes.
         group: torch's group of them; None for all.
-
-    Attributes:
-        index: this rank's place among them.
-        findings: what this rank found that is not as in plain PyTorch.
-        digests: of what has to be the same on all ranks, by name, in order.
-        training: the mode of the first forward of a step.
     """
 
     def __init__(self, who: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._who, self._group, self.ranks = who, group, tuple(ranks)
         self.rank = dist.get_rank() if len(ranks) > 1 else self.ranks[0]
-        self.index = self.ranks.index(self.rank)
+        self.index = self.ranks.index(self.rank)  # this rank's place among them
         self.notes: dict[str, None] = {}
-        self.findings: list[str] = []
+        self.findings: list[str] = []  # what this rank found that is not as in plain PyTorch
         self.new_step()
 
     @property
@@ -53,8 +45,8 @@ class Ranks:
 
     def new_step(self) -> None:
         """Forget the step before."""
-        self.digests: list[dict[str, str]] = []
-        self.training: bool | None = None
+        self.digests: list[dict[str, str]] = []  # by name, in order: what has to be the same on all ranks
+        self.training: bool | None = None  # the mode of the first forward
 
     def note_mode(self, module: nn.Module) -> None:
         """Note the mode of the first forward of a step."""
@@ -100,16 +92,10 @@ class Ranks:
     # ---- the models
 
     def same_model(self, module: nn.Module) -> None:
-        """Check that the ranks' plain modules are one, and take the first rank's weights into this one.
-
-        Raises:
-            ValueError: on all ranks: they are different.
-        """
+        """Check that the ranks' plain modules are one, and take the first rank's weights into this one."""
         named = [*module.named_parameters(), *module.named_buffers()]
-        kinds = {
-            name: f"{list(t.shape)} in {t.dtype}, {'trained' if t.requires_grad else 'not trained'},"
-            for name, t in named
-        }
+        trains = {True: "trained", False: "not trained"}
+        kinds = {name: f"{list(t.shape)} in {t.dtype}, {trains[t.requires_grad]}," for name, t in named}
         for name, inner in module.named_modules():
             kinds[name or "the model"] = f"in {'training' if inner.training else 'evaluation'} mode"
         for rank, other in zip(self.ranks, self.all(kinds), strict=True):
@@ -137,32 +123,23 @@ class Ranks:
         return next(filter(None, self.all(mine)), "")
 
     def agree(self, step: int) -> None:
-        """Tell the other ranks what this one found.
-
-        Raises:
-            NotSerial: on all ranks: the first finding of any.
-        """
+        """Tell the other ranks this one's findings; raise NotSerial, on all ranks, with the first finding of any."""
         every = list(zip(self.ranks, self.all((self.findings, self.digests, self.training)), strict=True))
         first = every[0][1]
         found = [(rank, what) for rank, (findings, *_) in every for what in findings]
         for rank, (_, digests, training) in every:
             if training != first[2]:
                 words = {True: "training", False: "evaluation", None: "no"}
-                found.append(
-                    (rank, f"the model is in {words[training]} mode, and not as on rank {self.ranks[0]}.")
-                )
+                says = f"the model is in {words[training]} mode, and not as on rank {self.ranks[0]}."
+                found.append((rank, says))
             for one, other in zip(digests, first[1], strict=False):
                 differ = [name for name in one if name in other and one[name] != other[name]]
-                found += [
-                    (rank, f"{name} is not that of rank {self.ranks[0]}. {say('replicas')}")
-                    for name in differ[:1]
-                ]
+                says = f"is not that of rank {self.ranks[0]}. {say('replicas')}"
+                found += [(rank, f"{name} {says}") for name in differ[:1]]
         if found:
             rank, what = found[0]
-            raise NotSerial(
-                f"{self._who}: step {step} is not that of plain PyTorch: on rank {rank} {what}".rstrip(),
-                step=step,
-            )
+            says = f"{self._who}: step {step} is not that of plain PyTorch: on rank {rank} {what}"
+            raise NotSerial(says.rstrip(), step=step)
 
 
 # ---- what a rank holds
@@ -190,7 +167,7 @@ class HeldTensors:
 
     Args:
         named: what this rank's optimizer updates, by the names in the plain module.
-        parts: where they lie in the plain module's parameters; None where each is whole, or a DTensor.
+        parts: their place in the plain module's parameters; None where each is whole, or a DTensor.
     """
 
     def __init__(
@@ -208,7 +185,7 @@ class HeldTensors:
         return [parameter._version for parameter in self.named.values()]
 
     def part(self, name: str, of: Tensor) -> Tensor | None:
-        """Return what a rank has of a whole tensor, flat; None if it has none of it."""
+        """Return a rank's part of a whole tensor, flat; None if it has none of it."""
         if self._parts is None:
             return of.reshape(-1)
         part = self._parts.get(name)
@@ -244,9 +221,8 @@ class HeldTensors:
         sent = part and mine is not None and (
             part._replace(tensor=mine.detach().cpu().reshape(-1)), mine.requires_grad
         )  # fmt: skip
-        every = [
-            (rank, *each) for rank, each in zip(self._ranks.ranks, self._ranks.all(sent), strict=True) if each
-        ]
+        of_ranks = zip(self._ranks.ranks, self._ranks.all(sent), strict=True)
+        every = [(rank, *each) for rank, each in of_ranks if each]
         parts = [each._replace(tensor=torch.ones_like(each.tensor, dtype=torch.bool)) for _, each, _ in every]
         if not parts or not bool(put_together(parts).all()):
             self._ranks.findings.append(f"{name} has elements that no rank updates.")

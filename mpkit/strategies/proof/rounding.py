@@ -10,8 +10,6 @@ So there is no table of tolerances: a gradient that is zero but for rounding, a 
 each get the tolerance that follows from their own operators.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,20 +22,11 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import TorchDispatchMode
 
-FEW = 8.0
-"""Roundings of the largest element by which two results may differ without further questions."""
-
-TERMS = 2**12
-"""The number of terms from which on kernels sum in blocks, so that errors grow no further."""
-
-SPREADS = 16.0
-"""How many times as far as repetitions are from each other two results may be apart."""
-
-CHUNK = 2**20
-"""The number of elements that are compared at once, so that they stay in a cache."""
-
-MANY = 2**24
-"""Of so many factors, those from any place on are as good as new ones."""
+FEW = 8.0  # roundings of the largest element by which two results may differ without further questions
+TERMS = 2**12  # the number of terms from which on kernels sum in blocks, so that errors grow no further
+SPREADS = 16.0  # how many times as far as repetitions are from each other two results may be apart
+CHUNK = 2**20  # the number of elements that are compared at once, so that they stay in a cache
+MANY = 2**24  # of this many factors, those from any place on are as good as new ones
 
 ROUNDS = (
     "add", "sub", "rsub", "mul", "div", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr",
@@ -59,26 +48,13 @@ TF32 = ("convolution", "convolution_backward", "cudnn_convolution", "_cudnn_rnn"
 """Operators that cuDNN may compute in TF32, of 10 bits, by torch's default."""
 
 DECOMPOSES = (
-    "linalg_",
-    "_linalg_",
-    "geqrf",
-    "orgqr",
-    "ormqr",
-    "cholesky",
-    "triangular_solve",
-    "lu_",
-    "_fft_",
-    "fft_",
-)
+    "linalg_", "_linalg_", "geqrf", "orgqr", "ormqr", "cholesky", "triangular_solve", "lu_", "_fft_", "fft_",
+)  # fmt: skip
 """How the names of operators begin that decompose, solve or transform, and round too."""
 
 
 class RoundingMode(TorchDispatchMode):
-    """A mode in which every operator that rounds has inputs and outputs that are one rounding off, at random.
-
-    Args:
-        seed: the seed of the draws, which are the mode's own.
-    """
+    """A mode in which every operator that rounds has inputs and outputs that are one rounding off, at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,11 +67,8 @@ class RoundingMode(TorchDispatchMode):
     ) -> Any:
         """Run one operator."""
         name = func.overloadpacket.__name__
-        if (
-            name.rstrip("_") not in ROUNDS
-            and not name.endswith("backward")
-            and not name.startswith(DECOMPOSES)
-        ):
+        rounds = name.rstrip("_") in ROUNDS or name.endswith("backward") or name.startswith(DECOMPOSES)
+        if not rounds:
             return func(*args, **(kwargs or {}))
         perturb = partial(self._perturb, name)
         writes = [_is_written(argument) for argument in func._schema.arguments]
@@ -109,11 +82,9 @@ class RoundingMode(TorchDispatchMode):
         return tuple(map(perturb, made)) if isinstance(made, tuple) else perturb(made)
 
     def _perturb(self, name: str, value: Any) -> Any:
-        return (
-            value * self._factor(value, eps_of(name, value.dtype, value.device.type))
-            if _rounds(value)
-            else value
-        )
+        if not _rounds(value):
+            return value
+        return value * self._factor(value, eps_of(name, value.dtype, value.device.type))
 
     def _factor(self, like: Tensor, eps: float) -> Tensor:
         """Return a factor for each element: 1, or one rounding above or below."""
@@ -145,9 +116,8 @@ def eps_of(operator: str, dtype: torch.dtype, device: str) -> float:
     (True, True)
     """
     if device == "cuda" and dtype == torch.float32:
-        allowed = (
-            torch.backends.cudnn.allow_tf32 if operator in TF32 else torch.backends.cuda.matmul.allow_tf32
-        )
+        backends = torch.backends
+        allowed = backends.cudnn.allow_tf32 if operator in TF32 else backends.cuda.matmul.allow_tf32
         if allowed and (operator in TF32 or "mm" in operator or "linear" in operator):
             return float(torch.finfo(torch.float16).eps)  # which has as many bits
     return float(torch.finfo(dtype).eps)
@@ -158,7 +128,7 @@ def _rounds(value: Any) -> bool:
 
 
 def coarsest(*holders: nn.Module | Iterable[Tensor]) -> torch.dtype:
-    """Return the floating dtype with the largest rounding among modules' tensors and others; float32 if there is none.
+    """Return the floating dtype with the largest rounding among modules' and other tensors; float32 if there is none.
 
     >>> coarsest(nn.Linear(1, 1).double(), [torch.zeros(1, dtype=torch.bfloat16)])
     torch.bfloat16
@@ -174,10 +144,8 @@ def few_of(dtype: torch.dtype, terms: int) -> float:
     """Return how far two results may be apart without further questions, relative to their largest element.
 
     A sum of n terms errs by about sqrt(n) roundings (Higham & Mary, "A New Approach to Probabilistic Rounding Error
-    Analysis", SIAM J. Sci. Comput. 2019); kernels accumulate in 32 bits or more.
-
-    Args:
-        terms: the number of elements in the batch, over which a gradient is summed.
+    Analysis", SIAM J. Sci. Comput. 2019); kernels accumulate in 32 bits or more. `terms` is the number of elements in
+    the batch, over which a gradient is summed.
 
     >>> few_of(torch.float32, 1024) / torch.finfo(torch.float32).eps
     40.0

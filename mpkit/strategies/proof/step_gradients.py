@@ -6,16 +6,14 @@
     after      this rank's gradients when autograd ended the last backward: torch's DDP and FSDP have averaged them
     now        when the optimizer begins: a loop of one's own may have averaged or clipped them
 
-Either `after` or `now` has to be as expected. What happens between the two may scale all by one number, as clipping
-does, and by the same one on all ranks.
+Either `after` or `now` has to be as expected. Between the two all may be scaled by one number, as clipping does, which
+is the same on all ranks.
 
 A gradient that is neither is nearly always some other sum of the ranks' own: this rank's alone, the sum, the mean over
-a few ranks, one micro-batch counted twice. With parts g_1 ... g_n, those of ranks and backwards, and what was got, the
-numbers c that minimize |got - c_1 g_1 - ... - c_n g_n|^2 say which (`Shares`). They need the products of the parts with
-each other only, n^2 numbers, which add up over parameters.
+a few ranks, one micro-batch counted twice. With the gradients g_1 ... g_n of ranks and backwards as parts, the numbers
+c that minimize |got - c_1 g_1 - ... - c_n g_n|^2 say which (`Shares`). They need only the products of the parts with
+each other, n^2 numbers, which add up over parameters.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,33 +28,22 @@ from mpkit.strategies.proof.plain_module import Gradients, Received, wide
 from mpkit.strategies.proof.ranks import HeldTensors, Ranks, local, whole
 from mpkit.strategies.proof.rounding import FEW, distance, largest
 
-NEAR = 1e-3
-"""The relative residual up to which shares explain a gradient, and the error of a share that is called exact."""
-
-MANY = 64
-"""The number of parts up to which shares are looked for."""
+NEAR = 1e-3  # the relative residual up to which shares explain a gradient, and the error of an exact share
+MANY = 64  # the number of parts up to which shares are looked for
 
 Local = Mapping[str, Tensor | None]
 
 
 @dataclass
 class StepGradients:
-    """What this rank has of a step.
+    """What this rank has of a step."""
 
-    Attributes:
-        heard: of each backward, the gradients that reached the outputs of forwards.
-        own: the plain module's gradients of each backward.
-        before, after: this rank's gradients before the first backward, and after the last one.
-        past: what autograd accumulates in this rank's parameters, before ranks exchange it.
-        apart: whether the module computes with other tensors than these parameters, as under FSDP.
-    """
-
-    heard: list[Received] = field(default_factory=list)
-    own: list[Gradients] = field(default_factory=list)
-    before: Local = field(default_factory=dict)
-    after: Local = field(default_factory=dict)
-    past: dict[str, Tensor] = field(default_factory=dict)
-    apart: bool = False
+    heard: list[Received] = field(default_factory=list)  # by backward, what reached the outputs of forwards
+    own: list[Gradients] = field(default_factory=list)  # the plain module's gradients of each backward
+    before: Local = field(default_factory=dict)  # this rank's gradients before the first backward
+    after: Local = field(default_factory=dict)  # and after the last one
+    past: dict[str, Tensor] = field(default_factory=dict)  # accumulated here, before ranks exchange it
+    apart: bool = False  # whether the module computes with other tensors than these parameters, as under FSDP
 
     def total(self, name: str, like: Tensor) -> Tensor:
         """Return this rank's own gradient, whole and in 64 bits."""
@@ -65,15 +52,10 @@ class StepGradients:
 
 
 class Verdict(NamedTuple):
-    """What the comparison of a step says.
+    """What the comparison of a step says."""
 
-    Attributes:
-        finding: what is not as in plain PyTorch on this rank.
-        worst: the largest difference, relative to the largest element.
-    """
-
-    finding: str = ""
-    worst: float = 0.0
+    finding: str = ""  # what is not as in plain PyTorch on this rank
+    worst: float = 0.0  # the largest difference, relative to the largest element
     note: str = ""
     why_not: str = ""
 
@@ -108,7 +90,7 @@ class StepComparison:
         self.device = next(iter(plain.values())).device
 
     def verdict(self, noise: Noise, eps: float) -> Verdict:
-        """Compare, with how far rounding brings gradients apart here (noise), and the coarsest rounding (eps)."""
+        """Compare, given how far rounding brings gradients apart here (noise), and the coarsest rounding (eps)."""
         step, ranks, names = self.step, self.ranks, list(self.plain)
         now = {name: parameter.grad for name, parameter in self.held.named.items()}
         changed = ranks.any(any(not _same(now.get(name), step.after.get(name)) for name in names))
@@ -138,21 +120,20 @@ class StepComparison:
         return self._explain(tables[0] if min(since) > 0 else tables[1])
 
     def _is_clip(self, factor: float) -> bool:
-        """Return whether a common factor is no usual mistake: a number of ranks or backwards too much or too few."""
+        """Return whether a common factor is no usual mistake: a number of ranks or backwards, divided by or not."""
         n, k = self.ranks.size, len(self.step.own)
         usual = {i**p / (n * j) ** q for i in (1, n, k) for j in (1, k) for p in range(3) for q in range(3)}
         return 0 < factor < 1 and all(abs(factor / each - 1) > 1e-5 for each in usual)
 
     def _most(self, values: Sequence[float]) -> list[float]:
-        most: list[float] = self.ranks.most(
-            torch.tensor(values, dtype=torch.float64, device=self.device)
-        ).tolist()
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        most: list[float] = self.ranks.most(mine).tolist()
         return most
 
     def _have(self, got: Local) -> Iterator[tuple[str, bool, Tensor | None]]:
-        """Yield of each parameter its name, whether all ranks have a gradient of it, and this rank's, if comparable.
+        """Yield each parameter's name, whether all ranks have a gradient of it, and this rank's, if comparable.
 
-        Of a parameter that is divided, another rank may have none of it; then nobody can put it together.
+        If another rank has none of a divided parameter's gradient, nobody can put it together.
         """
         there = self.ranks.all({name: got.get(name) is not None for name in self.plain})
         for name in self.plain:
@@ -248,13 +229,12 @@ def _one(factors: Sequence[float]) -> bool:
 
 
 def _clipped(factors: Sequence[float], ranks: Ranks) -> str:
-    return say(
-        "clipped", factor=factors[ranks.index], factors=", ".join(f"{factor:.4g}" for factor in factors)
-    )
+    every = ", ".join(f"{factor:.4g}" for factor in factors)
+    return say("clipped", factor=factors[ranks.index], factors=every)
 
 
 def _factor(now: Local, after: Local, names: Sequence[str]) -> float:
-    """Return how many times as large gradients have become since the backward; 0 if they are no multiple."""
+    """Return how many times as large gradients have become since the backward; 0 if they are not a multiple."""
     shares = Shares(1)
     for name in names:
         one, other = now.get(name), after.get(name)
@@ -284,16 +264,9 @@ class Shares:
         self._square = 0.0
 
     def add(self, got: Tensor, parts: Tensor) -> None:
-        """Add some elements.
-
-        Args:
-            got: the gradient, [elements].
-            parts: those of the parts, [parts, elements].
-        """
-        got, parts = (
-            torch.view_as_real(t).flatten(-2) if t.is_complex() else t for t in (got.cpu(), parts.cpu())
-        )
-        got, parts = got.double(), parts.double()
+        """Add some elements: of the gradient, [elements], and of the parts, [parts, elements]."""
+        plain = (torch.view_as_real(t).flatten(-2) if t.is_complex() else t for t in (got, parts))
+        got, parts = (t.cpu().double() for t in plain)
         self._gram += parts @ parts.T
         self._right += parts @ got
         self._square += float(got @ got)
@@ -310,10 +283,9 @@ class Shares:
 
 
 def explain_shares(shares: Sequence[float], ranks: Sequence[int], rank: int) -> str:
-    """Return in words what is wrong with shares that should all be one over the number of ranks; "" if nothing is.
+    """Return in words what is wrong with shares, which should all be one over the number of ranks; "" if nothing is.
 
-    Args:
-        shares: for each rank, and within it for each backward of the step.
+    `shares` has, for each rank, one for each backward of the step.
 
     >>> explain_shares([0.0, 1.0], (0, 1), 1)
     "this rank's own: the mean over the ranks is missing"
@@ -337,10 +309,8 @@ def explain_shares(shares: Sequence[float], ranks: Sequence[int], rank: int) -> 
         return "" if exact else f"{factor:.6g} times as large: a sum in place of a mean, or the reverse"
     if _near(table, table.mean(0).expand_as(table)):
         times = ", ".join(f"{float(each) * size:.4g}" for each in table.mean(0))
-        return (
-            f"of backwards that count {times} times in place of once: the accumulation over micro-batches is another "
-            "one"
-        )
+        other = "the accumulation over micro-batches is another one"
+        return f"of backwards that count {times} times in place of once: {other}"
     there = [r for r, share in zip(ranks, of_rank.tolist(), strict=True) if abs(share) > NEAR]
     if len(there) < size:
         rest = [r for r in ranks if r not in there]

@@ -1,7 +1,5 @@
 """What all ranks have of a step, put together from their files (`mpkit.strategies.runtime.evidence`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,48 +15,33 @@ from mpkit.strategies.stage.shard import HeldPart, put_together
 
 
 class RankPart(NamedTuple):
-    """The elements of a parameter that one rank updates.
-
-    Attributes:
-        before: with their values before the step.
-        after: the values after it.
-        gradient: before it is clipped; None if there is none.
-    """
+    """The elements of a parameter that one rank updates."""
 
     rank: int
     name: str
-    before: HeldPart
+    before: HeldPart  # with their values before the step
     after: Tensor
-    gradient: Tensor | None
+    gradient: Tensor | None  # before it is clipped; None if there is none
 
 
 @dataclass
 class WholeStep:
-    """A step of all ranks.
+    """A step of all ranks."""
 
-    Attributes:
-        files: what each rank has written.
-        held: the elements of each rank, to compare each with the whole.
-        before, after: the weights before and after the step, by name.
-        gradients: the gradients before they are clipped; None for a parameter without one.
-        states: the optimizer's states before the step, by name and key; None if the step before was verified too.
-        missing: names of parameters of which no rank updates some elements.
-        remembered: what model and loss remember in Python from earlier steps, of the first rank that does.
-        other_memory: the places of what they remember that cannot be sent.
-    """
-
-    files: list[dict[str, Any]]
-    held: list[RankPart]
-    before: dict[str, Tensor] = field(default_factory=dict)
+    files: list[dict[str, Any]]  # what each rank has written
+    held: list[RankPart]  # the elements of each rank, to compare each with the whole
+    before: dict[str, Tensor] = field(default_factory=dict)  # the weights, by name
     after: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # before they are clipped
+    # The optimizer's states before the step, by name and key; None if the step before was verified too.
     states: dict[str, dict[str, Any]] | None = None
-    missing: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # parameters of which no rank updates some elements
+    # What model and loss remember in Python from earlier steps: the first rank's, and places that cannot be sent.
     remembered: Remembered = field(default_factory=dict)
     other_memory: list[str] = field(default_factory=list)
 
     def of_ranks(self, key: str) -> list[Any]:
-        """Return what each rank has written of something."""
+        """Return what each rank has written under a key."""
         return [file[key] for file in self.files]
 
     @property
@@ -67,7 +50,7 @@ class WholeStep:
         return bool(self.files[0]["skipped"])
 
     def other_replicas(self, *, after: bool) -> list[tuple[int, str]]:
-        """Return (rank, name) of each parameter that a rank computes with and that is not the one that was updated."""
+        """Return (rank, name) of each parameter that a rank computes with and that is not the updated one."""
         weights = self.after if after else self.before
         expected: dict[Any, str] = {}
         wrong = []
@@ -106,49 +89,37 @@ def assemble_step(paths: list[Path], trained: Collection[str]) -> WholeStep:
             continue
         found.before[name] = _whole([each.before for each in mine])
         found.after[name] = _whole([each.before._replace(tensor=each.after) for each in mine])
-        gradients = [
-            each.before._replace(tensor=each.gradient.reshape(-1))
-            for each in mine
-            if each.gradient is not None
-        ]
+        there = [(each.before, each.gradient) for each in mine if each.gradient is not None]
+        gradients = [before._replace(tensor=gradient.reshape(-1)) for before, gradient in there]
         found.gradients[name] = _whole(gradients) if gradients else None
     states: dict[str, dict[str, list[Any]]] = {}
     for file in files:
         for name, piece, of_piece in file["pieces"]:
             for key, state in (of_piece or {}).items():
                 # A number, such as NAdam's mu_product, has no dimension, however few elements the rank updates.
-                divided = (
-                    isinstance(state, Tensor) and state.numel() == piece.tensor.numel() and key != "step"
-                )
-                divided = divided and (state.dim() > 0 or not piece.whole)
+                shaped = isinstance(state, Tensor) and (state.dim() > 0 or not piece.whole)
+                divided = shaped and state.numel() == piece.tensor.numel() and key != "step"
                 value = piece._replace(tensor=state.reshape(-1)) if divided else state
                 states.setdefault(name, {}).setdefault(key, []).append(value)
         values, others = file["remembered"]
         found.remembered = values | found.remembered
         found.other_memory += [place for place in others if place not in found.other_memory]
-    if states:
-        found.states = {
-            name: {
-                key: _whole(parts)
-                if (parts := [each for each in of if isinstance(each, HeldPart)])
-                else of[0]
-                for key, of in keys.items()
-            }
-            for name, keys in states.items()
-        }
+    whole_states: dict[str, dict[str, Any]] = {}
+    for name, keys in states.items():
+        parts = {key: [each for each in of if isinstance(each, HeldPart)] for key, of in keys.items()}
+        whole_states[name] = {key: _whole(parts[key]) if parts[key] else of[0] for key, of in keys.items()}
+    found.states = whole_states or None
     return found
 
 
 def _covers(parts: list[HeldPart]) -> bool:
-    """Return whether parts are the whole together."""
-    ones = [
-        part._replace(tensor=torch.ones(part.tensor.numel(), dtype=torch.bool)) for part in _distinct(parts)
-    ]
+    sizes = [(part, part.tensor.numel()) for part in _distinct(parts)]
+    ones = [part._replace(tensor=torch.ones(size, dtype=torch.bool)) for part, size in sizes]
     return bool(ones) and bool(put_together(ones).all())
 
 
 def _whole(parts: list[HeldPart]) -> Tensor:
-    """Return the whole of which these are parts; the first rank's values where several have the same elements."""
+    """Return the whole of these parts; the first rank's values where several have the same elements."""
     first = parts[0]
     if first.shard is None and first.tensor.numel() == torch.Size(first.whole).numel():
         return first.tensor.view(first.whole)
@@ -156,5 +127,5 @@ def _whole(parts: list[HeldPart]) -> Tensor:
 
 
 def _distinct(parts: list[HeldPart]) -> list[HeldPart]:
-    """Return the parts without those that a rank before has too, the first rank's last."""
+    """Return the parts without those that an earlier rank has too, the first rank's last."""
     return list({(part.place, part.tensor.numel()): part for part in reversed(parts)}.values())

@@ -10,5 +10,5 @@ ddp           everything whole, gradients summed
 zero          ZeRO-1, 2 and 3: optimizer states, gradients and parameters divided
 gather        the hooks of ZeRO-3 that gather a layer's parameters around its forward and backward
 
-and what keeps the rest equal: `buffers`, `batchnorm` over the whole batch, `tied` weights of several stages.
+`buffers`, `batchnorm` over the whole batch and `tied` weights of several stages keep the rest equal.
 """

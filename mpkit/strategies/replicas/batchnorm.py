@@ -8,8 +8,6 @@ LeVeque 1979 for combining the ranks' variances. torch.nn.SyncBatchNorm does the
 
 Symbols: x of shape (samples, channels, ...); N values per channel over all ranks, n of them on this one; mu and var
 over all N values; x^ = (x - mu) / sqrt(var + eps); y = gamma x^ + beta.
-
-What it costs is announced at the start of a run.
 """
 
 from __future__ import annotations
@@ -28,12 +26,13 @@ if TYPE_CHECKING:
 
 
 def over_whole_batch(module: nn.Module, comm: Communicator) -> None:
-    """Let every BatchNorm in a module take its statistics over the samples of all ranks.
-
-    Only the computation changes: the modules, their parameters, buffers and names stay the same.
-    """
+    """Let every BatchNorm in a module, which stays the same object, take its statistics over all ranks' samples."""
     for norm in batch_norms(module).values():
-        if not has_own_forward(norm):
+        # Another may compute anything.
+        if type(norm).forward in (
+            _BatchNorm.forward,
+            nn.SyncBatchNorm.forward,
+        ):
             norm.forward = partial(_forward, norm, comm)  # type: ignore[method-assign]
 
 
@@ -46,16 +45,8 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def has_own_forward(norm: _BatchNorm) -> bool:
-    """Return whether a BatchNorm's class has a forward of its own, of which nothing is known here."""
-    return type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
 def _forward(norm: _BatchNorm, comm: Communicator, x: Tensor) -> Tensor:
-    """Compute a BatchNorm's forward for x: (samples, channels, ...)."""
-    if (
-        not norm.training and norm.running_mean is not None
-    ):  # since the model itself switched it to evaluation
+    if not norm.training and norm.running_mean is not None:  # the model itself switched it to evaluation
         return type(norm).forward(norm, x)
     norm._check_input_dim(x)
     y, mu, var, total = _Normalize.apply(x, norm.weight, norm.bias, norm.eps, comm)  # type: ignore[no-untyped-call]
@@ -66,11 +57,11 @@ def _forward(norm: _BatchNorm, comm: Communicator, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _track(norm: _BatchNorm, mu: Tensor, var: Tensor, total: Tensor) -> None:
-    """Move the running statistics towards the batch's; the running variance is the unbiased one."""
+    """Move the running statistics towards the batch's; the running variance is unbiased."""
     assert norm.running_mean is not None and norm.running_var is not None
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
-    # Without a momentum, the running statistics are the average over all batches so far.
+    # Without a momentum, average over all batches so far.
     momentum = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked
     for running, new in ((norm.running_mean, mu), (norm.running_var, var * (total / (total - 1)))):
         running.add_(momentum * (new.to(running.dtype) - running))
@@ -89,7 +80,7 @@ class _Normalize(torch.autograd.Function):
         n = x.numel() // x.shape[1]
         mean = wide.mean(over)
         deviation = (wide - _channels(mean, x)).square().sum(over)
-        # ---- those of all ranks, put together
+        # ---- combined with those of all ranks
         mine = torch.cat([mean, deviation, mean.new_full((1,), n)])
         ranks = comm.all_gather(mine[None])
         means, deviations, counts = ranks.split([x.shape[1], x.shape[1], 1], 1)
@@ -136,12 +127,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _channels(values: Tensor, x: Tensor) -> Tensor:
-    """Return (channels,) in a shape that x (samples, channels, ...) can be multiplied by."""
+    """Reshape (channels,) so that it broadcasts over x (samples, channels, ...)."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def announce_sync(context: Context, replicas: Communicator, model: nn.Module) -> None:
-    """Say on rank 0 what synchronized BatchNorms cost; the timeline has each of their collectives."""
+    """Print on rank 0 what synchronized BatchNorms cost; the timeline has each of their collectives."""
     played = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
     if context.rank == 0 and not played and (norms := batch_norms(model)):
         print(

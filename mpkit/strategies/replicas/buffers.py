@@ -1,14 +1,10 @@
-"""Replicas begin alike, and stay so: broadcasts of the first one's parameters and buffers.
+"""Broadcasts of the first replica's parameters and buffers, which make and keep all replicas equal.
 
-Buffers that the forward pass writes into, such as BatchNorm's running means, are kept equal on all ranks.
-
-A buffer's version counter shows whether it has been written into. torch's kernel of BatchNorm moves the running
-statistics without counting, but not the number of batches, so a module's buffers count as written into together.
+A buffer's version counter shows whether the forward has written into it. torch's kernel of BatchNorm updates the
+running statistics without counting, but not the number of batches, so a module's buffers count as written together.
 Before the next step every rank then takes the first replica's values, as in PyTorch's DDP. The buffers of a BatchNorm
 with statistics over the whole batch are equal anyway, and are not sent.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +21,7 @@ from mpkit.strategies.stage.gradient_sync import GradientSync
 
 
 def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
-    """Return the buffers that may differ between ranks: all but those of synchronized BatchNorms, and of routers."""
+    """Return the buffers that may differ between ranks: all but those of synchronized BatchNorms and of routers."""
     equal = {
         id(buffer)
         for inner in module.modules()
@@ -36,14 +32,15 @@ def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
 
 
 class BufferedSync(GradientSync):
-    """Gradients synchronized over replicas, whose buffers become the first one's where they change."""
+    """Gradients synchronized over replicas, with buffers that follow the first replica's."""
 
     def __init__(self, held: ReplicatedPart) -> None:
         super().__init__(held.stages)
         self._replicas, self._first_of_replicas = held.replicas, held.first_of_replicas
+        self._record = held.context.record
 
     def watch_buffers(self, held: ReplicatedPart) -> None:
-        """Begin to note which buffers change, once they are the first replica's."""
+        """Note from now on which buffers change, once they equal the first replica's."""
         unequal = {id(buffer): buffer for buffer in unequal_buffers(held.plan, held.module)}
         self._of_modules = [
             [unequal.pop(id(buffer)) for buffer in inner.buffers(recurse=False) if id(buffer) in unequal]
@@ -61,12 +58,12 @@ class BufferedSync(GradientSync):
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Take the first replica's buffers, with which all replicas evaluate."""
+        """Evaluate with the first replica's buffers."""
         self.synchronize_buffers()
         yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first replica of each part, and nothing on the others, which hold the same."""
+        """Return the state on the first replica of each part, and nothing on the others."""
         self.synchronize_buffers()
         return self._first_of_replicas(super().state_dict())
 
@@ -76,7 +73,7 @@ def _versions(buffers: list[Tensor]) -> list[int]:
 
 
 AT_ONCE = 8 * 2**20
-"""Bytes per broadcast at the start: large enough to use the link well, and small beside a model."""
+"""Bytes per broadcast at the start: enough to use the link well, and little compared with a model."""
 
 
 def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
@@ -86,7 +83,7 @@ def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(replicas: Communicator, tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Broadcast one replica's tensors to the others, in few broadcasts, none of which needs much memory."""
+    """Broadcast one replica's tensors to the others, `AT_ONCE` bytes at a time."""
     groups: list[list[Tensor]] = []
     open_groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:

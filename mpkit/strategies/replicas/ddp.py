@@ -10,11 +10,8 @@ micro-batches, parameters that get no gradient, frozen and tied parameters, and 
     wait        the step waits for the sums that are still pending: communication that the backward could not hide
 
 Each rank's loss is its share of the mean over the batch (`mpkit.strategies.runtime.pipeline`), so a sum over ranks is
-correct even where shares differ in size. While gradients accumulate (in all micro-batches but the last), nothing is
-sent.
+correct even if shares differ in size. Ranks send nothing in the micro-batches before the last.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,23 +35,18 @@ class DDP(BufferedSync):
         for replicas, tensors in held.by_replicas():
             broadcast_tensors(replicas, tensors)
         self.watch_buffers(held)
-        # ---- buckets, but for experts that no other rank holds: their gradients are complete after the backward
+        # ---- buckets, but not for experts that no other rank holds: their gradients are complete after the backward
         shared = [
             p.parameter for p in reversed(self.pieces) if held.holders_of(p.parameter).replicas.size > 1
         ]
-        tied, kinds = set(held.tied), held.unit_kinds
+        tied = set(held.tied)
         of_one, of_several = [p for p in shared if p not in tied], [p for p in shared if p in tied]
-        self._buckets = [
-            WholeGradients(
-                FlatLayout(bucket, 0, 1),
-                held.context.record,
-                held.holders_of(bucket[0]).replicas,
-                stage,
-                reduction=self.reduction,
-            )
-            for parameters, stage in ((of_one, 0), (of_several, None))
-            for bucket in fill_buckets(parameters, held.bucket_bytes, kinds)
-        ]
+        self._buckets: list[WholeGradients] = []
+        for parameters, stage in ((of_one, 0), (of_several, None)):
+            for bucket in fill_buckets(parameters, held.bucket_bytes, held.unit_kinds):
+                layout, group = FlatLayout(bucket, 0, 1), held.holders_of(bucket[0]).replicas
+                gradients = WholeGradients(layout, self._record, group, stage, reduction=self.reduction)
+                self._buckets.append(gradients)
         self._reducer = Reducer(
             held.replicas, self._buckets, {piece.parameter: piece.name for piece in self.pieces},
             allows_unused=held.allows_unused, allow_unused=held.allow_unused,
@@ -67,12 +59,12 @@ class DDP(BufferedSync):
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
-        """Reduce the gradients in a stage's last backward, and in no other."""
+        """Reduce the gradients in a stage's last backward only."""
         with self._reducer.backward(last, half):
             yield
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all sums; what no rank used has no gradient, as serially."""
+        """Reduce the remaining buckets and wait for all sums; drop those of parameters that no rank used."""
         unused = self._reducer.finish()
         for bucket in self._buckets:
             for parameter in bucket.zeroed & unused:

@@ -4,19 +4,17 @@
     |  rank 0  |  rank 1  |  rank 2  |   rank 3   |      k = 3 elements each
 
 Shapes do not matter: a shard may begin in the middle of a weight, and a parameter with fewer elements than there are
-ranks has none on most of them. Padding to a multiple of n makes all shards of one size, and each is contiguous.
+ranks has none on most of them. Padding to a multiple of n makes all shards equally large and contiguous.
 
-Some optimizers change an element by what the others of its matrix are, such as Muon (Jordan et al. 2024). Their
-parameters are divided by owner: each lies whole in one shard, and shards are as large as that of the rank with most.
+Some optimizers, such as Muon (Jordan et al. 2024), update an element depending on the rest of its matrix. Their
+parameters are divided by owner: each lies whole in one shard, and all shards are as large as the largest.
 
     [ weight 6 ][ weight 3 ][ bias 2 ][ padding 1 ]      n = 2 ranks, k = 6
     |        rank 0        |        rank 1        |
 
-    Flat           what a stage of ZeRO leaves whole: the shard is a view of it
-    ShardedFlat    what it shards: whole only while it is used
+    Flat           stays whole: the shard is a view of it
+    ShardedFlat    is whole only while it is used
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -43,17 +41,9 @@ def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
 
 
 class FlatLayout:
-    """Where each parameter lies in a flat tensor, and which part of the tensor is this rank's.
+    """Where each parameter (of one dtype, on one device) lies in a flat tensor, and which part of it is this rank's.
 
-    Args:
-        parameters: all of one dtype, on one device.
-        rank, n: this rank, and the number of ranks that share the tensor.
-        by_owner: whether each parameter lies whole in one shard.
-
-    Attributes:
-        starts: each parameter's first element in the flat tensor.
-        k: elements per shard; the flat tensor has n k.
-        begin, end: this rank's range of elements.
+    `starts` has each parameter's first element in the flat tensor; this rank's shard has k elements, `begin` to `end`.
 
     >>> layout = FlatLayout([nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(5))], rank=1, n=4)
     >>> layout.k, layout.begin, layout.end
@@ -69,8 +59,7 @@ class FlatLayout:
         self.n, self.by_owner = n, by_owner
         self.sizes = [parameter.numel() for parameter in parameters]
         if by_owner:
-            owners, filled = assign_owners(self.sizes, n), [0] * n
-            within = []
+            owners, filled, within = assign_owners(self.sizes, n), [0] * n, []
             for owner, size in zip(owners, self.sizes, strict=True):
                 within.append(filled[owner])
                 filled[owner] += size
@@ -93,9 +82,9 @@ class FlatLayout:
         return [whole[start : start + size].view(p.shape) for p, start, size in parts]
 
     def parts(self, shard: Tensor) -> list[Tensor]:
-        """Return each parameter's part of a shard (k,): the elements that are this rank's, in one dimension.
+        """Return this rank's elements of each parameter, as views of its shard (k,).
 
-        Where parameters are divided by owner, it is a parameter in its shape, as a scalar is anywhere.
+        They have one dimension, or the parameter's shape if it is a scalar, or whole because of `by_owner`.
         """
         found = []
         for i, (parameter, parameter_start) in enumerate(zip(self.parameters, self.starts, strict=True)):
@@ -110,26 +99,17 @@ class FlatLayout:
 class Flat:
     """A flat tensor (n k,) that stays whole, and this rank's shard of it (k,), which is a view of it.
 
-    Args:
-        category: ledger category of the memory that stays.
-
-    Attributes:
-        there: whether the whole tensor has memory.
-        whole: (n k,). Its storage object never changes, so views that autograd has saved see the values that are
-            gathered into it again.
-        views: the parameters' parts of the whole tensor, in their shapes.
-        shard: (k,).
-        parts: the parameters' parts of the shard, in one dimension.
-        layer: the name of the layer whose parameters these are; "" if they are those of several.
+    `category` is the ledger's for the memory that stays.
     """
 
     def __init__(
         self, layout: FlatLayout, record: Recorder, category: str, shard_group: Communicator
     ) -> None:
         first = layout.parameters[0]
-        self.layout, self.shard_group = layout, shard_group
-        self._record = record
-        self.there, self.layer, self.names = True, "", ""
+        self.layout, self.shard_group, self._record = layout, shard_group, record
+        self.there = True  # whether the whole tensor has memory
+        self.layer = self.names = ""  # of the layer, "" for several, and of its parameters
+        # Its storage object never changes, so views that autograd has saved see the values that are gathered again.
         self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
         self.views = layout.views(self.whole)
         self._nbytes = self.whole.nbytes
@@ -138,7 +118,7 @@ class Flat:
         record.ledger.track(self.whole, "buffers")  # unless it is the same memory
 
     def _new_shard(self, category: str) -> Tensor:
-        """Return the shard, whose memory the ledger counts in this category."""
+        """Return the shard, and let the ledger count its memory in this category."""
         self._record.ledger.track(self.mine, category)
         return self.mine
 
@@ -152,16 +132,16 @@ class Flat:
         return self.shard_group.all_gather(self.shard, async_op=True, out=self.whole)
 
     def allocate(self) -> None:
-        """Allocate the whole tensor if it has no memory; its contents are undefined at first."""
+        """Allocate the whole tensor, if it has no memory, with undefined contents."""
         if not self.there:
             self._resize(self.whole, self._nbytes)
             self.there = True
 
     def free(self) -> None:
-        """Free the whole tensor after its use: this one stays."""
+        """Free the whole tensor after its use; this class keeps it."""
 
     def drop(self) -> None:
-        """Free all memory, even that which normally stays, since nobody needs its contents."""
+        """Free all memory, even that which normally stays."""
         self._resize(self.whole, 0)
         self.there = False
 
@@ -173,7 +153,7 @@ class Flat:
 
 
 class ShardedFlat(Flat):
-    """A flat tensor that is whole only while it is used, as "buffers"; the shard has memory of its own, and stays."""
+    """A flat tensor that is whole only while it is used, as "buffers"; the shard has its own memory, and stays."""
 
     def _new_shard(self, category: str) -> Tensor:
         shard = torch.zeros_like(self.mine)
@@ -191,6 +171,6 @@ class ShardedFlat(Flat):
         self._resize(self.shard, self._nbytes // self.layout.n)
 
     def drop(self) -> None:
-        """Free all memory, even that which normally stays, since nobody needs its contents."""
+        """Free all memory, even that which normally stays."""
         self.free()
         self._resize(self.shard, 0)

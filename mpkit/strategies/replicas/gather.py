@@ -1,8 +1,8 @@
 """P_p: a layer's parameters are gathered just before use and freed after, in the forward and again in the backward.
 
     forward    before a layer: gather its parameters, and start those of the next `prefetch` layers; free after it
-    backward   when the gradient of a layer's output arrives: gather again, and start the layers before; whatever the
-               backward has passed is freed
+    backward   when the gradient of a layer's output arrives: gather again, and start the layers before; free whatever
+               the backward has passed
     demand     a parameter that is used while its own layer is not called (`F.linear(x, embedding.weight)`): gather it
                there, and from then on for the outermost module that is being called, until that is done
 
@@ -11,10 +11,8 @@ section 7.2.2). Layers need no change: hooks on modules and on their outputs do 
 the order in which layers are called (`CallOrder`). For the backward, autograd keeps views of the gathered memory, which
 is freed and allocated again beneath them (`flat`), so they see the same values.
 
-Where a backward is split, its I half works like a whole backward; for W, all parameters of the stage are gathered.
+The I half of a split backward works like a whole one; for W, all parameters of the stage are gathered.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,14 +41,10 @@ from mpkit.strategies.replicas.units import Site
 
 
 class CallOrder:
-    """Which site is called after which.
+    """Which site is called after which: at first, in order of registration, without those around others.
 
     Args:
-        sites: the model's sites, in order of registration. Those around others are left out.
         prefetch: number of sites to gather ahead.
-
-    Attributes:
-        has_backward: by site, whether the graph of its latest forward leads to it.
 
     >>> from torch import nn
     >>> order = CallOrder([Site(0, nn.Linear(1, 1), [], []) for _ in range(4)], prefetch=2)
@@ -63,23 +57,23 @@ class CallOrder:
 
     def __init__(self, sites: list[Site], prefetch: int) -> None:
         self._prefetch = prefetch
-        self.has_backward = [False] * len(sites)
+        self.has_backward = [False] * len(sites)  # whether the graph of a site's latest forward leads to it
         self._after: dict[int, int] = {}  # by site, the site that is called next
         self._before: dict[int, int] = {}
-        self._latest: int | None = None  # the last that was called
+        self._latest: int | None = None  # the last called site
         inner = [i for i, site in enumerate(sites) if not site.around]
         for one, following in pairwise(inner):
             if sites[one].stage == sites[following].stage:
                 self._follow(one, following)
 
     def note_call(self, i: int, *, alone: bool) -> None:
-        """Note that site i is called; `alone` if no other site's forward is under way, and so nothing came before."""
+        """Note that site i is called; `alone` if it is the first of a forward."""
         if not alone and self._latest is not None and self._latest != i:
             self._follow(self._latest, i)
         self._latest = i
 
     def end(self) -> None:
-        """Note that the forward is over, so that what is called next follows nothing."""
+        """Note that the forward is over, so that the next call follows nothing."""
         self._latest = None
 
     def _follow(self, one: int, following: int) -> None:
@@ -101,10 +95,10 @@ class CallOrder:
             yield i
 
 
-# ---------------------------------------------------------------- what is whole at the moment
+# ---------------------------------------------------------------- whole and sharded parameters
 
 
-# What may be called on a parameter without reading its values.
+# Methods of a parameter that do not read its values.
 METHODS = {
     "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "numel", "nelement",
     "dim", "ndimension", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__", "backward",
@@ -113,22 +107,18 @@ NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter while it is not gathered: it knows its shape, and is gathered when its values are read.
+    """A parameter while it is not gathered: it knows its shape, and is gathered when a model's forward reads it.
 
-    It can be gathered only while a model computes. At any other time reading it is an error: the memory that would be
-    read does not exist, so reading it would kill the process.
+    At any other time reading it is an error: the memory does not exist, so a read would kill the process.
     """
 
     _gather: Callable[[nn.Parameter], bool]
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run a function that needs no values; for any other, gather the parameters first."""
         kwargs = kwargs or {}
         name = func.__name__
@@ -152,7 +142,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def _veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:
-    """Make parameters sharded ones, or plain ones again. Instances of a user's own subclasses stay as they are."""
+    """Make plain parameters sharded ones, or the reverse; instances of a user's own subclasses stay as they are."""
     now, then = (nn.Parameter, ShardedParameter) if sharded else (ShardedParameter, nn.Parameter)
     for parameter in parameters:
         if parameter.__class__ is now:
@@ -160,10 +150,10 @@ def _veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:
 
 
 class WholeParameters:
-    """The parameters that are whole, or are being gathered. At first none are.
+    """The parameters that are whole or being gathered, at first none.
 
     Args:
-        demand: gathers a parameter that is used while it is not whole; returns False where that is not possible.
+        demand: gathers a parameter that is used while it is not whole; returns False if that is not possible.
     """
 
     def __init__(self, flats: list[Flat], demand: Callable[[nn.Parameter], bool]) -> None:
@@ -177,7 +167,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def gather(self, flats: Iterable[Flat], soon: Iterable[Flat] = ()) -> None:
-        """Make these flat tensors whole, and start gathering those that are needed soon."""
+        """Make these flat tensors whole, and start gathering those needed soon."""
         flats = list(flats)
         for flat in (*flats, *soon):
             self._start(flat)
@@ -199,11 +189,7 @@ class WholeParameters:
             _veil(flat.layout.parameters, sharded=False)
 
     def free_all_but(self, kept: Collection[Flat], *, changed: bool = False) -> None:
-        """Free all flat tensors but these.
-
-        Args:
-            changed: whether the others may have been written into, which is lost.
-        """
+        """Free all flat tensors but these; reject changes to them, unless they may have `changed`."""
         for flat in [flat for flat in self._whole if flat not in kept]:
             self._wait(flat)
             for parameter, version in zip(flat.layout.parameters, self._versions.pop(flat), strict=True):
@@ -227,13 +213,10 @@ class GatherHooks:
     Args:
         sites: the model's sites, in order of use as far as that is known.
         flats: flat tensors of all their parameters, with the shards filled.
-
-    Attributes:
-        goes_back: whether a step's backward is under way; set where it begins.
     """
 
     def __init__(self, sites: list[Site], flats: list[Flat], *, prefetch: int) -> None:
-        self.goes_back = False
+        self.goes_back = False  # whether a step's backward is under way; set at its beginning
         self._flats, self._sites = flats, sites
         self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
         # Indexed by site; each flat tensor once.
@@ -241,7 +224,7 @@ class GatherHooks:
         self._begun = [0] * len(sites)  # autograd's count of nodes when the latest forward of a site began
         self._soon: list[Flat] = []  # being gathered ahead
         self._active: list[int] = []  # the sites whose forward is under way, outermost first
-        self._until_the_end: set[Flat] = set()  # not to be freed before this backward ends
+        self._until_the_end: set[Flat] = set()  # stay whole until this backward ends
         self._all = False  # inside `gather_all`
         self._order = CallOrder(sites, prefetch)
         self._whole = WholeParameters(flats, self._demand)
@@ -339,7 +322,7 @@ class GatherHooks:
             self._go_to(i, self._order.next_backward(i))
 
     def after_backward(self) -> None:
-        """Free what the backward used last."""
+        """Free the parameters that the backward used last."""
         self.goes_back = False
         self._until_the_end.clear()
         self._active.clear()
@@ -348,7 +331,7 @@ class GatherHooks:
         self._keep(())
 
     def gather_stage(self, stage: int) -> None:
-        """Gather all that a stage of the model uses, and keep it whole until `after_backward`."""
+        """Gather all parameters that a stage of the model uses, and keep them whole until `after_backward`."""
         here = (needs for site, needs in zip(self._sites, self._needs, strict=True) if site.stage == stage)
         needed = {flat for needs in here for flat in needs}
         self._until_the_end.update(needed)  # hooks on outputs may run here too: nothing is freed
@@ -358,17 +341,17 @@ class GatherHooks:
     # ---- gather and free ----------------------------------------------------------------------------------
 
     def _go_to(self, i: int, soon: Iterable[int]) -> None:
-        """Gather site i's parameters, start with those of `soon`, and free all but these and those under way."""
+        """Gather site i's parameters, start those of `soon`, and free all but these and those under way."""
         self._soon = [flat for at in soon for flat in self._needs[at]]
         self._keep((*self._needs[i], *self._soon))
         self._have(i)
 
     def _have(self, i: int) -> None:
-        """Gather site i's parameters beside those that are whole already."""
+        """Gather site i's parameters."""
         self._whole.gather(self._needs[i], soon=self._soon)
 
     def _keep(self, flats: Iterable[Flat]) -> None:
-        """Free all flat tensors but these, those that the sites under way need, and those that stay to the end."""
+        """Free all flat tensors but these, those that sites under way need, and those that stay until the end."""
         under_way = (flat for i in self._active for flat in self._needs[i])
         self._whole.free_all_but({*flats, *under_way, *self._until_the_end})
 
@@ -393,7 +376,6 @@ def _in_backward() -> bool:
 
 
 def _tensors(output: Any, module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module's output."""
     leaves, _ = flatten(output)
     for leaf in (each for each in leaves if isinstance(each, Iterator)):
         raise MpkitError(

@@ -1,6 +1,6 @@
-"""ReplicatedPart: the part of the model that several ranks would hold alike. DDP keeps it equal, ZeRO shards it.
+"""ReplicatedPart: a part of the model with several holders. DDP keeps their replicas equal, ZeRO shards it.
 
-What is said of parameters that get no gradient, or several in one backward.
+The errors for parameters with no gradient, or with several in one backward, are here too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") -> MpkitError:
-    """Return the error for parameters without a gradient, with what would allow that."""
+    """Return the error for parameters without a gradient; `allow` is what the user can do to allow that."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return MpkitError(
         f"No gradient came for {shown} in this step: the loss does not depend on "
@@ -34,7 +34,7 @@ def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") ->
 
 
 def arrived_late(name: str) -> MpkitError:
-    """Return the error for a parameter that got another gradient when the sum over ranks was under way."""
+    """Return the error for a parameter that got another gradient while ranks were summing the first."""
     return MpkitError(
         f"{name} got another gradient in the same backward, when its first one was being summed over ranks already. A "
         "checkpoint that runs a backward within the backward does that, around a block that is used several times: "
@@ -43,59 +43,41 @@ def arrived_late(name: str) -> MpkitError:
 
 
 class Holders(NamedTuple):
-    """The ranks that hold a part of the model, from one rank's point of view.
+    """The ranks that hold a part of the model, from one rank's point of view."""
 
-    Attributes:
-        replicas: those that hold the same part, or would without ZeRO.
-        shard: those among which ZeRO shards it: all replicas, or a group of them in hybrid sharding.
-        replicate: the ranks of the other groups that hold the same shard, and this one; None: there is one group.
-    """
-
-    replicas: Communicator
-    shard: Communicator
-    replicate: Communicator | None = None
+    replicas: Communicator  # hold the same part, or would without ZeRO
+    shard: Communicator  # shard it under ZeRO: all replicas, or a group of them in hybrid sharding
+    replicate: Communicator | None = None  # hold the same shard, one rank per group; None for one group
 
 
 def holders_of(plan: Plan, axes: MeshAxes) -> tuple[Holders, Holders | None]:
-    """Return the ranks that hold this rank's part of the model, and its experts; None if the same hold these.
+    """Return the holders of this rank's part of the model, and of its experts (None for the same ranks).
 
     Every rank makes this call at the same time.
     """
-    replicas = axes.communicator_of("dp", "cp")
-    if plan.dp_shard is None:
-        of_model = Holders(replicas, replicas)
-    else:
-        groups = axes.communicator_of("dp_shard", "cp"), axes.communicator_of("dp_replicate")
-        of_model = Holders(replicas, *groups)
-    if plan.ep == 1:
-        return of_model, None
-    replicas = axes.communicator_of("dp_replicate", "edp")
-    if plan.dp_shard is None:
-        return of_model, Holders(replicas, replicas)
-    return of_model, Holders(replicas, axes.communicator_of("edp"), axes.communicator_of("dp_replicate"))
+
+    def holders(replicas: tuple[str, str], shard: tuple[str, ...]) -> Holders:
+        every = axes.communicator_of(*replicas)
+        if plan.dp_shard is None:
+            return Holders(every, every)
+        return Holders(every, axes.communicator_of(*shard), axes.communicator_of("dp_replicate"))
+
+    of_model = holders(("dp", "cp"), ("dp_shard", "cp"))
+    return of_model, holders(("dp_replicate", "edp"), ("edp",)) if plan.ep > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicatedPart:
-    """A rank's part of the model, and the ranks that hold the same part.
-
-    Attributes:
-        plan: read for zero, offload, bucket_mb, prefetch, unused and batchnorm.
-        stages: this rank's part of the model by number of the stage, on its device.
-        tied: parameters that several stages of the model use, whose gradients are complete only after all backwards.
-        allow_unused: what lets a parameter have no gradient, for the error that asks for it.
-        experts: the ranks that hold the same experts; None if the same ranks do.
-        by_owner: whether ZeRO-1 gives each parameter whole to one rank.
-    """
+    """A rank's part of the model, and the ranks that hold the same part."""
 
     context: Context
     plan: Plan
     stages: dict[int, Stage]
     holders: Holders
-    tied: Collection[nn.Parameter] = ()
-    allow_unused: str = "unused='allow' in the Plan"
-    experts: Holders | None = None
-    by_owner: bool = False
+    tied: Collection[nn.Parameter] = ()  # used by several stages: complete gradients after all backwards only
+    allow_unused: str = "unused='allow' in the Plan"  # advice in the error for a parameter without a gradient
+    experts: Holders | None = None  # None if `holders` hold the experts, too
+    by_owner: bool = False  # whether ZeRO-1 gives each parameter whole to one rank
 
     @property
     def replicas(self) -> Communicator:
@@ -104,32 +86,27 @@ class ReplicatedPart:
 
     @cached_property
     def expert_parameters(self) -> set[nn.Parameter]:
-        """The parameters that are divided by expert."""
+        """The parameters that ep divides."""
         names = next(iter(self.stages.values())).sharded.experts
         return {parameter for name, parameter in named_parameters(self.stages).items() if name in names}
 
     def holders_of(self, parameter: nn.Parameter) -> Holders:
-        """Return the ranks that hold the parameter."""
+        """Return a parameter's holders."""
         return self.experts if self.experts and parameter in self.expert_parameters else self.holders
 
     def by_replicas(self) -> Iterator[tuple[Communicator, list[Tensor]]]:
         """Yield all parameters and buffers, with the ranks that hold them."""
         own, module = self.expert_parameters if self.experts else set(), self.module
-        yield (
-            self.replicas,
-            [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own],
-        )
+        yield self.replicas, [each for each in (*module.parameters(), *module.buffers()) if each not in own]
         if self.experts:
             yield self.experts.replicas, [parameter for parameter in module.parameters() if parameter in own]
 
     def first_of_replicas(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the entries of a state dict of which this rank is the first holder."""
         names = next(iter(self.stages.values())).sharded.experts
-        experts = self.experts.replicas if self.experts else self.replicas
-        return {
-            name: value for name, value in state.items()
-            if (experts if name in names else self.replicas).index == 0
-        }  # fmt: skip
+        own = self.replicas.index == 0
+        of_experts = self.experts.replicas.index == 0 if self.experts else own
+        return {name: value for name, value in state.items() if (of_experts if name in names else own)}
 
     @property
     def module(self) -> nn.ModuleList:
@@ -138,7 +115,7 @@ class ReplicatedPart:
 
     @property
     def bucket_bytes(self) -> int:
-        """The most bytes that are sent together."""
+        """The most bytes to send together."""
         return int(self.plan.bucket_mb * 2**20)
 
     @property
@@ -148,13 +125,8 @@ class ReplicatedPart:
 
     @property
     def unit_kinds(self) -> dict[nn.Parameter, str]:
-        """The parameters that share no flat tensor with others: those that tp leaves whole, and experts."""
-        kinds: dict[nn.Parameter, str] = dict.fromkeys(self.unsharded_parameters, "unsharded")
-        return kinds | dict.fromkeys(self.expert_parameters, "experts")
-
-    @property
-    def unsharded_parameters(self) -> set[nn.Parameter]:
-        """The parameters that tensor parallelism leaves whole on each of its ranks."""
+        """The parameters that may not share a flat tensor with others: those that tp leaves whole, and experts."""
         sharded = next(iter(self.stages.values())).sharded
         divided = sharded.shards.keys() - sharded.experts
-        return {parameter for name, parameter in named_parameters(self.stages).items() if name not in divided}
+        kinds = {p: "unsharded" for name, p in named_parameters(self.stages).items() if name not in divided}
+        return kinds | dict.fromkeys(self.expert_parameters, "experts")

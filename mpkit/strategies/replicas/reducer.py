@@ -1,11 +1,11 @@
 """Replicas' gradients: one reducer for DDP and all stages of ZeRO.
 
     unit         parameters side by side in one flat tensor (`flat`), in the order in which their gradients arrive
-    ready        autograd has made a gradient: it is copied to its place
-    reduce       the units that are full, in their order, which is the same on every rank, while the backward goes on
-    finish       a gradient that never came counts as 0; tied weights, whose gradients are complete only when all stages
-                 are done, come last
-    replicate    in hybrid sharding each shard is also summed over the groups, once it holds the whole step's gradients
+    ready        autograd has made a gradient: copy it to its place
+    reduce       while the backward goes on, reduce full units in their order, which is the same on every rank
+    finish       count a gradient that never came as 0; reduce tied weights last, whose gradients are complete only
+                 when all stages are done
+    replicate    in hybrid sharding, sum each shard over the groups once it holds the whole step's gradients
 
 Strategies differ in what they keep:
 
@@ -21,8 +21,6 @@ Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes avai
 parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
 gradients and their memory can be released."
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,36 +45,25 @@ class Gradients(ABC):
     """The gradients of a unit's parameters, in a flat tensor.
 
     Args:
-        shard_group: the ranks that share the work.
         stage: the model's stage whose backwards produce the gradients; None if several do, which share a tied weight.
         replicate_group: the ranks of other groups that keep the same shard; None if there are none.
-
-    Attributes:
-        flat: the flat tensor; after `complete` its shard is this rank's shard of the sum, (k,).
-        ready: parameters that have had a gradient in this step.
-        missing: parameters whose gradient has not arrived yet, of those that `Reducer` waits for.
-        is_urgent: whether memory is wanted: the reduction is completed before the one after the next begins, and the
-            flat tensor dropped between steps.
     """
 
     kind_of_flat: ClassVar[type[Flat]] = Flat
-    is_urgent = True
+    is_urgent = True  # to free memory: between steps, and by completing a reduction before the next but one
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        record: Recorder,
-        shard_group: Communicator,
-        stage: int | None,
+        self, layout: FlatLayout, record: Recorder, shard_group: Communicator, stage: int | None,
         replicate_group: Communicator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.layout, self.stage = layout, stage
         self._shard_group, self._replicate_group = shard_group, replicate_group
-        self.ready: set[nn.Parameter] = set()
-        self.missing: set[nn.Parameter] = set()
+        self.ready: set[nn.Parameter] = set()  # have had a gradient in this step
+        self.missing: set[nn.Parameter] = set()  # `Reducer` still waits for their gradients
         self._work: PendingWork | None = None
         self._is_replicated = False  # whether the sum over the groups has been started in this step
         self._replicating: PendingWork | None = None
+        # After `complete`, its shard (k,) is this rank's shard of the sum.
         self.flat = self.kind_of_flat(layout, record, "grads", shard_group)
         if self.is_urgent:
             self.flat.drop()
@@ -98,20 +85,20 @@ class Gradients(ABC):
 
     @abstractmethod
     def copy(self, parameter: nn.Parameter) -> None:
-        """Take the gradient that autograd has made or added to."""
+        """Copy the gradient that autograd has made or added to."""
 
     @abstractmethod
     def start_reduce(self) -> None:
         """Start the sum over ranks; a parameter without a gradient counts as 0."""
 
     def complete(self) -> None:
-        """Wait for the sum, if it has been started, and free what does not stay."""
+        """Wait for the sum, if it has been started, and free temporary memory."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def start_replicate(self) -> None:
-        """Start the sum of the step's shard over the groups, if there are several and it has not been started yet."""
+        """Start summing the step's shard over the groups, if there are several, once per step."""
         if self._replicate_group is not None and not self._is_replicated:
             self._is_replicated = True
             self._replicating = self._replicate_group.all_reduce(self.flat.shard, async_op=True)
@@ -127,24 +114,16 @@ class WholeGradients(Gradients):
     """Whole gradients that accumulate in the flat tensor, and are reduced once per step.
 
     Args:
-        reduction: "sum" or "mean" of an all-reduce in place, whose memory stays, since a backend's thread may hold it;
+        reduction: "sum" or "mean" for an all-reduce in place, whose memory stays, since a backend's thread may hold it;
             "" for a reduce-scatter, after which the shard is a view of the flat tensor.
-
-    Attributes:
-        zeroed: parameters whose gradient is 0 because none had come when it was reduced.
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        record: Recorder,
-        shard_group: Communicator,
-        stage: int | None,
-        replicate_group: Communicator | None = None,
-        reduction: str = "",
-    ) -> None:
+        self, layout: FlatLayout, record: Recorder, shard_group: Communicator, stage: int | None,
+        replicate_group: Communicator | None = None, reduction: str = "",
+    ) -> None:  # fmt: skip
         self._reduction, self.is_urgent = reduction, not reduction
-        self.zeroed: set[nn.Parameter] = set()
+        self.zeroed: set[nn.Parameter] = set()  # had no gradient when they were reduced
         super().__init__(layout, record, shard_group, stage, replicate_group)
 
     def _drop(self) -> None:
@@ -153,7 +132,7 @@ class WholeGradients(Gradients):
             parameter.grad = None
 
     def copy(self, parameter: nn.Parameter) -> None:
-        """Copy the step's first gradient to its place, where autograd adds the others."""
+        """Copy the step's first gradient to its place, to which autograd adds the others."""
         view = self._views[parameter]
         if parameter.grad is not view:
             assert parameter.grad is not None
@@ -163,7 +142,7 @@ class WholeGradients(Gradients):
         self.ready.add(parameter)
 
     def start_reduce(self) -> None:
-        """Start the reduction. In a loop of the user's own, gradients of earlier backwards may be elsewhere."""
+        """Start the reduction. In a user's own loop, gradients of earlier backwards may be elsewhere."""
         self.flat.allocate()
         self.zeroed = {parameter for parameter in self._views if parameter.grad is None}
         for parameter, view in self._views.items():
@@ -193,7 +172,7 @@ class ShardedGradients(Gradients):
         self._has_sum = False
 
     def copy(self, parameter: nn.Parameter) -> None:
-        """Copy the gradient to its place, or add it to an earlier one of this backward, and drop what autograd made."""
+        """Copy the gradient to its place, or add it to an earlier one of this backward, and drop autograd's own."""
         assert parameter.grad is not None
         self.flat.allocate()
         view = self._views[parameter]
@@ -202,7 +181,7 @@ class ShardedGradients(Gradients):
         self.ready.add(parameter)
 
     def start_reduce(self) -> None:
-        """Start the reduce-scatter of this backward's gradients, into the shard or beside the sum that it holds."""
+        """Start to reduce-scatter this backward's gradients, into the shard or beside the sum that it holds."""
         self.flat.allocate()
         for parameter in self.missing:
             self._views[parameter].zero_()
@@ -213,7 +192,7 @@ class ShardedGradients(Gradients):
         self._work = self._shard_group.reduce_scatter(self.flat.whole, async_op=True, out=out)
 
     def complete(self) -> None:
-        """Wait for the reduce-scatter, if it has been started; add it to the shard, and free the flat tensor."""
+        """Wait for the reduce-scatter, if it has been started, add it to the shard, and free the flat tensor."""
         if self._work is not None:
             super().complete()
             if self._more is not None:
@@ -227,40 +206,35 @@ class ShardedGradients(Gradients):
 
 
 class Reducer:
-    """The units of gradients, on their way to their sums.
+    """Reduces units of gradients.
 
     Args:
         replicas: all ranks that share the batch.
-        units: all of them, in the order in which they fill.
+        units: in the order in which they fill.
         names: the names of all trained parameters, for errors; one that is in no unit has no replica.
-        allow_unused: what would allow that, for the error.
+        allow_unused: what the user can set so that parameters may have no gradient, for the error.
     """
 
     def __init__(
-        self,
-        replicas: Communicator,
-        units: Sequence[Gradients],
-        names: Mapping[nn.Parameter, str],
-        *,
-        allows_unused: bool,
-        allow_unused: str,
-    ) -> None:
+        self, replicas: Communicator, units: Sequence[Gradients], names: Mapping[nn.Parameter, str],
+        *, allows_unused: bool, allow_unused: str,
+    ) -> None:  # fmt: skip
         self._replicas, self._units = replicas, units
         self._names, self._allows_unused, self._allow_unused = names, allows_unused, allow_unused
         self._unit_of = {parameter: unit for unit in units for parameter in unit.layout.parameters}
-        self._alone: set[Any] = set()  # of those in no unit, which have had a gradient
+        self._alone: set[Any] = set()  # parameters in no unit that have had a gradient
         self._queue: list[Gradients] = []  # to be reduced, in this order
         self._next = 0  # the next unit of the queue to reduce
         self._reducing = False
         self._arrive_once = True  # whether each gradient arrives once in the backward that is running
-        self._last = True  # whether the sums are complete for this step when the queue has been reduced
+        self._last = True  # whether the step's sums are complete when the queue has been reduced
         for parameter in self._names:
             unit = self._unit_of.get(parameter)
             note = self._alone.add if unit is None else partial(self._on_grad_ready, unit)
             parameter.register_post_accumulate_grad_hook(note)
 
     def begin_step(self) -> None:
-        """Drop all gradients, and expect those of the whole step."""
+        """Drop all gradients, and queue all units for the step."""
         self._alone.clear()
         for unit in self._units:
             unit.begin_step()
@@ -268,7 +242,7 @@ class Reducer:
 
     def expect(self, stage: int | None = None) -> None:
         """Queue the units of a stage, or of all stages, to be reduced next, with all gradients missing."""
-        self._queue = [u for u in self._units if u.stage is not None and (stage is None or u.stage == stage)]
+        self._queue = [u for u in self._units if u.stage is not None and stage in (None, u.stage)]
         self._next = 0
         for unit in self._queue:
             unit.missing = set(unit.layout.parameters)
@@ -277,10 +251,9 @@ class Reducer:
 
     @contextmanager
     def backward(self, last: bool, half: Half) -> Iterator[None]:
-        """Within the block, the step's last backward of a stage, reduce units as they fill; in others they accumulate.
+        """Within the block, a backward, reduce units as they fill if it is a stage's last in this step.
 
-        Args:
-            half: "W" of a split backward makes a gradient in several parts, and "I" none.
+        Of a split backward, half "W" makes a gradient in several parts, and "I" none.
         """
         self._reducing, self._arrive_once = last and half != "I", half != "W"
         yield
@@ -290,7 +263,7 @@ class Reducer:
 
     @contextmanager
     def backward_of(self, stage: int, last: bool, half: Half) -> Iterator[None]:
-        """Within the block, any backward of a stage, reduce its units as they fill; at its end, those that did not."""
+        """Within the block, any backward of a stage, reduce its units as they fill, and at its end the others."""
         if half == "I":
             yield
             return
@@ -316,7 +289,7 @@ class Reducer:
             self._reduce()
 
     def _reduce(self) -> None:
-        """Start the next unit's reduction, and complete the one before where its memory is wanted."""
+        """Start the next unit's reduction, and complete the one before if that is urgent."""
         unit = self._queue[self._next]
         with self._replicas.wire.sending_for(unit.flat.layer, unit.flat.names):
             unit.start_reduce()
@@ -362,10 +335,8 @@ class Reducer:
             return set()
         # A parameter that no rank used has no gradient, as in serial training.
         used = torch.tensor([self._is_ready(parameter) for parameter in self._unit_of], dtype=torch.int32)
-        used = self._replicas.all_reduce(used.to(self._units[0].flat.whole.device))
-        return {
-            parameter for parameter, count in zip(self._unit_of, used.tolist(), strict=True) if count == 0
-        }
+        counts = self._replicas.all_reduce(used.to(self._units[0].flat.whole.device)).tolist()
+        return {parameter for parameter, count in zip(self._unit_of, counts, strict=True) if count == 0}
 
     def _is_ready(self, parameter: nn.Parameter) -> bool:
         unit = self._unit_of.get(parameter)

@@ -1,4 +1,4 @@
-"""Tied weights whose stages are on several ranks train as one weight.
+"""Tied weights of stages on several ranks, trained as one weight.
 
 The first stage that computes with a tied weight *owns* it: its rank keeps the optimizer states, counts the weight in
 the norm of the gradients, and saves it in checkpoints. The other stages hold copies.
@@ -7,10 +7,10 @@ the norm of the gradients, and saves it in checkpoints. The other stages hold co
     update    only the owner updates the weight
     send      the owner sends the new weight to the rank of each copy
 
-This concerns the ranks of one pipeline. Each of them may have replicas, which sum their gradients first, and which hold
-shards under ZeRO. Then shards are sent, summed and returned, and replicas gather them afterwards.
+This concerns the ranks of one pipeline. Each may have replicas, which sum their gradients first. Under ZeRO, ranks
+send, sum and return shards, and replicas gather them afterwards.
 
-So each step sends a weight twice per copy, as an all-reduce of the gradients would (Narayanan et al., "Efficient
+Each step sends a weight twice per copy, as an all-reduce of the gradients would (Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters", SC 2021, do that for embeddings), and the optimizer states exist
 only once.
 """
@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 class TiedWeights:
     """The weights of this rank's stages that are tied to weights of other stages.
 
-    Their owner is the rank of the first stage that uses them; it alone updates them. Copies are removed from the
-    pieces that this rank updates.
-
     Args:
         shared: the model's tied weights, the same on every rank.
         rank_of: the rank that holds each stage, within this rank's pipeline.
-        sync: synchronizes this rank's stages with their replicas. Where replicas divide a tied weight, the ranks
-            of all copies divide it in the same way (`tied`), so that shards are exchanged.
+        sync: synchronizes this rank's stages with their replicas; copies are removed from its pieces. If replicas
+            divide a tied weight, the ranks of all copies divide it in the same way, so that they can exchange shards.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Send the new weights to the ranks of their copies; the first time, include frozen weights."""
+        """Send the new weights to the ranks of their copies; the first time, also frozen weights."""
         leaving = [
             self._comm.isend(piece.held.to(self._device), rank, f"U{tag}")
             for tag, piece, holders in self._owned

@@ -1,15 +1,13 @@
 """Units: which parameters share a flat tensor, and the layers that use them.
 
-    DDP          the last layer's first, up to `bucket_mb`, as in PyTorch (`fill_buckets`)
-    P_os, P_os+g those of one layer, so that its gradients are reduced, and possibly freed, while the next layer's
-                 arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most `bucket_mb`
-                 (`units_of`); by owner, those of a stage
-    P_os+g+p     those of one layer or one repeated block, so that its parameters are whole only while it computes
+    DDP          up to `bucket_mb`, the last layer's first, as in PyTorch (`fill_buckets`)
+    P_os, P_os+g one layer, so that its gradients are reduced, and possibly freed, while the next layer's arrive; small
+                 layers are merged, up to 1 MiB, and large ones split into parts of at most `bucket_mb` (`units_of`);
+                 by owner, one stage
+    P_os+g+p     one layer or one repeated block, so that its parameters are whole only while it computes
 
 A parameter that several layers share belongs to the first of them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,28 +20,20 @@ from torch import nn
 from mpkit.strategies.stage.partitioned_stage import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
-FIRST_BYTES = 2**20
-"""The first bucket is small, so that communication begins early; PyTorch's DDP does the same."""
+FIRST_BYTES = 2**20  # of the first bucket, so that communication begins early, as in PyTorch's DDP
 
 NO_KINDS: Mapping[nn.Parameter, str] = MappingProxyType({})
 
 
 @dataclass(eq=False)
 class Site:
-    """A module whose parameters must be whole before its forward and its backward.
-
-    Attributes:
-        module: a repeated block of the model, a layer beside the blocks, or a module around such.
-        own: parameters that are in no earlier site.
-        uses: all parameters that its own computation may use.
-        around: whether it contains other sites.
-    """
+    """A module whose parameters must be whole before its forward and its backward."""
 
     stage: int
-    module: nn.Module
-    own: list[nn.Parameter]
-    uses: list[nn.Parameter]
-    around: bool = False
+    module: nn.Module  # a repeated block of the model, a layer outside of blocks, or a module around such
+    own: list[nn.Parameter]  # which are in no earlier site
+    uses: list[nn.Parameter]  # which its own computation may use
+    around: bool = False  # whether it contains other sites
 
 
 def sites_of(stages: dict[int, Stage]) -> list[Site]:
@@ -51,8 +41,7 @@ def sites_of(stages: dict[int, Stage]) -> list[Site]:
 
     Sites are what FSDP users wrap: each repeated block (`mpkit.strategies.models.chain`), and each module beside the
     blocks, such as embeddings and head. A layer of a chain is a site, unless there are blocks within it. A module
-    around others is a site too, for the parameters that it has itself, and for those that are used while their own
-    module is not called.
+    around others is a site too, for its own parameters, and for those that are used outside of their module's call.
     """
     found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
     for number, stage in stages.items():
@@ -74,12 +63,9 @@ def _sites(
     number: int, module: nn.Module, blocks: Collection[nn.Module], *, is_model: bool = False
 ) -> list[Site]:
     """Return the sites of a module of a stage: the module itself, and those within it."""
-    divided = is_model or (module not in blocks and any(inner in blocks for inner in module.modules()))
-    inner = (
-        [site for child in _children(module, blocks) for site in _sites(number, child, blocks)]
-        if divided
-        else []
-    )
+    inner: list[Site] = []
+    if is_model or (module not in blocks and any(each in blocks for each in module.modules())):
+        inner = [site for child in _children(module, blocks) for site in _sites(number, child, blocks)]
     within = {parameter for site in inner for parameter in site.uses}
     uses = [parameter for parameter in module.parameters() if parameter not in within]
     if not (uses or inner):
@@ -98,40 +84,27 @@ def _children(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.M
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that lie in one flat tensor.
+    """Parameters that lie in one flat tensor."""
 
-    Attributes:
-        parameters: of one dtype, all trained or all frozen.
-        stage: the model's stage whose backwards produce the gradients; None if several do.
-    """
-
-    parameters: list[nn.Parameter]
-    stage: int | None
+    parameters: list[nn.Parameter]  # of one dtype, all trained or all frozen
+    stage: int | None  # the model's stage whose backwards produce the gradients; None if several do
 
 
 def units_of(
-    sites: list[Site],
-    zero: int,
-    bucket_bytes: float,
-    tied: Collection[nn.Parameter] = (),
-    apart: Mapping[nn.Parameter, str] = NO_KINDS,
-    *,
-    by_owner: bool = False,
-) -> list[Unit]:
+    sites: list[Site], zero: int, bucket_bytes: float, tied: Collection[nn.Parameter] = (),
+    apart: Mapping[nn.Parameter, str] = NO_KINDS, *, by_owner: bool = False,
+) -> list[Unit]:  # fmt: skip
     """Group the sites' own parameters as a stage of ZeRO does, the last used first.
 
     Stages 1 and 2 leave frozen parameters whole: they have no gradient and are in no optimizer.
 
-    A parameter that several stages of the model use has a unit of its own: its gradient is complete only when they are
-    all done, and ranks that hold other layers beside it still divide it in the same way.
-    Parameters that tensor parallelism leaves unsharded are separate too: beside shards of different sizes each rank
-    would divide them in its own way, and add up their gradients in another order. Experts are on fewer ranks.
+    A tied parameter, which several stages of the model use, has a unit of its own: its gradient is complete only when
+    they are all done, and ranks that hold different layers beside it still divide it in the same way.
+    Kinds of parameters stay `apart`: beside tp's shards of different sizes each rank would divide unsharded parameters
+    in its own way, and add up their gradients in another order; experts are on fewer ranks.
 
     Args:
         bucket_bytes: the most bytes in a unit of stages 1 and 2.
-        tied: parameters that several stages of the model use.
-        apart: the kinds of parameters that share no unit with those of another kind.
-        by_owner: whether stage 1 gives each parameter whole to one rank.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -172,22 +145,18 @@ def _nbytes(parameters: list[nn.Parameter]) -> int:
 def fill_buckets(
     parameters: Iterable[nn.Parameter], nbytes: int, apart: Mapping[nn.Parameter, str] = NO_KINDS
 ) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets of `nbytes` each, the first of each dtype of 1 MiB, as in PyTorch's DDP.
+    """Divide parameters into buckets of `nbytes`, the first of each dtype of 1 MiB, as in PyTorch's DDP.
 
-    Args:
-        nbytes: size at which a bucket is full.
-        apart: the kinds of parameters that share no bucket with those of another kind. Those that other ranks hold
-            beside shards of other sizes are summed in the same order everywhere so, and agree to the last bit; experts
-            are sent among fewer ranks.
+    A kind of parameters (`apart`) shares no bucket with another. So unsharded ones, which other ranks hold beside
+    shards of other sizes, are summed in the same order everywhere, and agree to the last bit.
 
     >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 500_000, 1)]
     >>> [len(bucket) for bucket in fill_buckets(layers, nbytes=3_000_000)]
     [2, 2, 1]
     """
     buckets: list[list[nn.Parameter]] = []
-    filling: dict[
-        tuple[torch.dtype, str], tuple[list[nn.Parameter], int]
-    ] = {}  # with the size at which it is full
+    # Each with the size at which it is full.
+    filling: dict[tuple[torch.dtype, str], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
         kind = parameter.dtype, apart.get(parameter, "")
         bucket, limit = filling.get(kind, ([], min(FIRST_BYTES, nbytes)))

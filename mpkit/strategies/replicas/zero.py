@@ -1,4 +1,4 @@
-"""ZeRO: states in flat tensors, of which each replica keeps and updates its shard.
+"""ZeRO: flat tensors of states, of which each replica keeps and updates its shard.
 
 Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020, section 5. With psi parameters in mixed precision with Adam, each of n ranks holds, in bytes:
@@ -9,26 +9,23 @@ SC 2020, section 5. With psi parameters in mixed precision with Adam, each of n 
     Zero2  P_os+g            2 psi        2 psi / n     12 psi / n
     Zero3  P_os+g+p          2 psi / n    2 psi / n     12 psi / n
 
-Each stage is a class, which says what it does in a step:
+Each stage is a class; its docstring has the stage's own step. All of them
 
-    flatten       parameters and their gradients lie in flat tensors, cut into one shard per rank (`units`, `flat`)
-    begin_step    gradients are dropped
-    backward      gradients are reduced to the rank that keeps their shard (`reducer`)
-    finish        each of this rank's pieces has its gradient
+    flatten       parameters and their gradients into flat tensors, cut into one shard per rank (`units`, `flat`)
+    begin_step    drop the gradients
+    backward      reduce gradients to the rank that keeps their shard (`reducer`)
+    finish        give each of this rank's pieces its gradient
     update        these pieces, with the optimizer (`mpkit.strategies.update`)
-    renew         every rank's parameters are up to date again
+    renew         every rank's parameters
 
 Hybrid sharding (HSDP) divides the replicas into groups, such as nodes, of dp_shard ranks. ZeRO shards within each
 group: above, n is dp_shard, and gathers and reduce-scatters stay inside. Ranks of different groups hold the same
-shards, and sum their gradients by an all-reduce of the shard once per step.
-
-`mpkit.strategies.reference.hybrid_shards` is the algorithm.
+shards, and sum their gradients by an all-reduce of the shard once per step
+(`mpkit.strategies.reference.hybrid_shards`).
 
 Source of hybrid sharding: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
 section 3.2.2; Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,12 +47,7 @@ from mpkit.trace import Kind
 
 
 class Zero(BufferedSync):
-    """This rank's shards, and what its stage of ZeRO leaves whole.
-
-    Attributes:
-        pieces: this rank's part of every trained parameter, possibly empty.
-        pieces_of: the pieces that lie in a flat tensor, by its layout.
-    """
+    """This rank's shards; `pieces` has its part of every trained parameter, possibly empty."""
 
     divided = True
     flat_params: ClassVar[type[Flat]]
@@ -67,8 +59,7 @@ class Zero(BufferedSync):
         units = units_of(
             self._sites, held.plan.zero, held.bucket_bytes, held.tied, held.unit_kinds, by_owner=held.by_owner
         )
-        self._record = held.context.record
-        # ---- flatten: parameters, as the first replica has them
+        # ---- flatten: the first replica's parameters
         self._params = [self._flatten(unit, held) for unit in units]
         sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
         for replicas, tensors in held.by_replicas():
@@ -93,7 +84,7 @@ class Zero(BufferedSync):
         )  # fmt: skip
 
     def _flatten(self, unit: Unit, held: ReplicatedPart) -> Flat:
-        """Move a unit's parameters into a flat tensor, of which they become views."""
+        """Move a unit's parameters into a flat tensor, and make them views of it."""
         holders = held.holders_of(unit.parameters[0])
         layout = FlatLayout(unit.parameters, holders.shard.index, holders.shard.size, by_owner=held.by_owner)
         flat = self.flat_params(layout, self._record, "params", holders.shard)
@@ -107,12 +98,12 @@ class Zero(BufferedSync):
         return flat
 
     def _gradients_of(self, unit: Unit, layout: FlatLayout, holders: Holders) -> Gradients:
-        """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
+        """Make room for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
         keep = WholeGradients if unit.stage is None else self.flat_grads
         return keep(layout, self._record, holders.shard, unit.stage, holders.replicate)
 
     def _divide(self) -> dict[FlatLayout, list[Piece]]:
-        """Replace whole parameters by this rank's parts of them; return these by flat tensor."""
+        """Replace whole parameters by this rank's parts of them; return these parts by the flat tensor's layout."""
         names = {parameter: name for name, parameter in named_parameters(self.stages).items()}
         pieces_of: dict[FlatLayout, list[Piece]] = {}
         for flat in self._params:
@@ -127,14 +118,14 @@ class Zero(BufferedSync):
         return pieces_of
 
     def _pair(self, parts: list[list[Tensor]]) -> list[tuple[Piece, Tensor]]:
-        """Return each trained piece with its gradient, which is one of these parts of each unit's shard."""
+        """Pair each trained piece with its gradient, one of these parts of each unit's shard."""
         return [
             pair
             for grads, of_unit in zip(self._grads, parts, strict=True)
             for pair in zip(self.pieces_of[grads.layout], of_unit, strict=True)
         ]
 
-    # ---- a step: what the stages share
+    # ---- a step: shared by the stages
 
     def drop_gradients(self) -> None:
         """Drop all gradients."""
@@ -143,12 +134,10 @@ class Zero(BufferedSync):
         self._reducer.begin_step()
 
     def finish(self) -> None:
-        """Wait for the gradients of this rank's pieces; those of parameters that no rank used are None."""
+        """Wait for the gradients of this rank's pieces: None for parameters that no rank used."""
         unused = self._reducer.finish()
         for piece, gradient in self._gradient_of:
             piece.held.grad = None if piece.parameter in unused else gradient
-
-    # The optimizer updates the pieces here.
 
     def renew(self) -> None:
         """All-gather the updated shards into every rank's parameters."""
@@ -162,14 +151,14 @@ class Zero(BufferedSync):
     # ---- the end
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first replica of each part, and nothing on the others; every rank calls it."""
+        """Return the state on the first replica of each part, and nothing on the others; all ranks call it."""
         with self._record.span("gather the weights"), self.gathered():
             # Copies, since gathered parameters are freed at the end of this block.
             return {name: value.clone() for name, value in super().state_dict().items()}
 
 
 def _layer_of(names: list[str]) -> str:
-    """Return the module that holds all of these parameters; "" if they are those of several.
+    """Return the innermost module that holds all of these parameters; "" for the model.
 
     >>> _layer_of(["h.3.attn.weight", "h.3.attn.bias", "h.3.mlp.weight"]), _layer_of(["embed.weight", "norm.weight"])
     ('h.3', '')
@@ -187,18 +176,16 @@ class Zero1(Zero):
 
         backward          gradients accumulate, whole, until the last micro-batch
         reduce-scatter    in the last backward, as soon as a flat tensor is full: rank r gets the sum of its shard
-        update            the shard, with this rank's optimizer states (`mpkit.strategies.update`)
-        all-gather        the updated shards, into everybody's parameters
+        update            the shard, with this rank's optimizer states
+        all-gather        the updated shards, into every rank's parameters
 
-    The volume is DDP's, 2 psi. `mpkit.strategies.reference.zero1` is the algorithm. This class adds
-    micro-batches, buckets, overlap with the backward, parameters whose size is no multiple of n, several stages per
-    rank, and tied, frozen and unused parameters.
+    The volume is DDP's, 2 psi. `mpkit.strategies.reference.zero1` is the algorithm. This class adds micro-batches,
+    buckets, overlap with the backward, parameters whose size is not a multiple of n, several stages per rank, and tied,
+    frozen and unused parameters.
 
-    An optimizer that needs whole parameters, such as Muon, gets them: each parameter's states are on one rank, its
-    owner (`FlatLayout`). Then a stage's gradients are one flat tensor, so that owners have about equally much, and are
-    reduced at the end of the backward.
-
-    Source: section 5.1.
+    For an optimizer that needs whole parameters, such as Muon, each parameter's states are on one rank, its owner
+    (`FlatLayout`). Then a stage's gradients are one flat tensor, which balances the owners, reduced at the end of the
+    backward. Source: section 5.1.
     """
 
     flat_params = Flat
@@ -215,14 +202,12 @@ class Zero2(Zero):
     """P_os+g: as ZeRO-1, and each rank keeps the gradients of its shards only.
 
         backward      as soon as a flat tensor of gradients is full: reduce-scatter it, add to the shard, free the rest
-        update        the shard, with this rank's optimizer states (`mpkit.strategies.update`)
-        all-gather    the updated shards, into everybody's parameters
+        update        the shard, with this rank's optimizer states
+        all-gather    the updated shards, into every rank's parameters
 
-    The volume is DDP's, 2 psi, where a step has one micro-batch; with m of them, every backward reduces: (m + 1) psi.
-    Of the gradients a rank holds 2 psi / n bytes, and what is being reduced. The algorithm is
-    `mpkit.strategies.reference.zero2`.
-
-    Source: section 5.2.
+    The volume is DDP's, 2 psi, if a step has one micro-batch; with m of them, every backward reduces: (m + 1) psi.
+    A rank holds 2 psi / n bytes of gradients, and those being reduced. `mpkit.strategies.reference.zero2` is the
+    algorithm. Source: section 5.2.
     """
 
     flat_params = Flat
@@ -230,7 +215,7 @@ class Zero2(Zero):
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
-        """Reduce-scatter the gradients of every backward; their sums accumulate in the shards."""
+        """Reduce-scatter the gradients of every backward, and add them to the shards."""
         with self._reducer.backward_of(stage, last, half):
             yield
 
@@ -240,12 +225,10 @@ class Zero3(Zero):
 
         forward     layer by layer: all-gather its parameters, compute, free them (`gather`)
         backward    layer by layer: all-gather again, compute; reduce-scatter the gradients, free both
-        update      the shards, with this rank's optimizer states (`mpkit.strategies.update`)
+        update      the shards, with this rank's optimizer states
 
     With one micro-batch each parameter is gathered twice and its gradient reduced once: 3 psi, 1.5 times DDP's volume.
-    `mpkit.strategies.reference.zero3` is the algorithm.
-
-    Source: sections 5.3 and 7.2.2.
+    `mpkit.strategies.reference.zero3` is the algorithm. Source: sections 5.3 and 7.2.2.
     """
 
     flat_params = ShardedFlat
@@ -253,7 +236,6 @@ class Zero3(Zero):
 
     def __init__(self, held: ReplicatedPart) -> None:
         super().__init__(held)
-        # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
         self._gathering = GatherHooks(self._sites, self._params, prefetch=held.plan.prefetch)
 
     @contextmanager
@@ -261,20 +243,20 @@ class Zero3(Zero):
         """Reduce-scatter the gradients of every backward; free the parameters that it gathered."""
         with self._reducer.backward_of(stage, last, half):
             self._gathering.goes_back = True
-            if half == "W":  # goes from node to node, and no hook shows which layer is next
+            if half == "W":  # it goes from node to node, and no hook shows which layer is next
                 self._gathering.gather_stage(stage)
             yield
         self._gathering.after_backward()
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Take the first replica's buffers; afterwards, free the parameters that the forwards gathered."""
+        """Evaluate with the first replica's buffers; then free the parameters that the forwards gathered."""
         with super().evaluation_mode():
             yield
         self._gathering.after_backward()
 
     def renew(self) -> None:
-        """Free what is still whole, since it is out of date; the next forward gathers the updated shards."""
+        """Free parameters that are still whole and now out of date; the next forward gathers the updated shards."""
         self._gathering.after_backward()
 
     @contextmanager
@@ -285,7 +267,7 @@ class Zero3(Zero):
 
 
 class OffloadedFlat(ShardedFlat):
-    """A flat tensor whose shard is in the host's memory, which the device's ledger does not count."""
+    """A flat tensor with its shard in the host's memory, which the device's ledger does not count."""
 
     def _new_shard(self, category: str) -> Tensor:
         # Pinned, so that the device can read it without the CPU.
@@ -300,10 +282,9 @@ class OffloadedFlat(ShardedFlat):
 
 
 class OffloadedZero3(Zero3):
-    """Stage 3 whose pieces, and their gradients after `finish`, are on the host, where the update happens.
+    """Stage 3 with pieces, their gradients (after `finish`) and the update on the host.
 
-    A gather copies this rank's shard to the device first. Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU
-    Memory Wall for Extreme Scale Deep Learning", SC 2021.
+    Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC 2021.
     """
 
     flat_params = OffloadedFlat

@@ -1,6 +1,6 @@
-"""What happens on a rank between two steps: an evaluation where one is due, and the user's `on_step`.
+"""Between two steps on a rank: an evaluation if one is due, and the user's `on_step`.
 
-evaluate    `evaluate=` of `Cluster.train`; rank 0 logs what was measured
+evaluate    `evaluate=` of `Cluster.train`; rank 0 logs the scores
 on_step     the user's function, with a `StepContext`
 agree       if any rank asked to stop, all ranks stop after this step
 """
@@ -35,7 +35,7 @@ class Evaluation:
         assert job.how.evaluation is not None
         self._context, self._sync, self._names = context, sync, job.how.evaluation.names
         job = job.for_evaluation()
-        self._computes, self._counts = True, axes.leads()  # the others compute the same scores
+        self._computes, self._counts = True, axes.leads()  # ranks that do not lead compute the same scores
         if job.plan.data_parallel == "dp":
             self._computes = context.rank == 0
             job = replace(job, where=replace(job.where, plan=replace(job.plan, dp=1, data_parallel="ddp")))
@@ -44,7 +44,7 @@ class Evaluation:
             self._pipeline = Pipeline(context, job, axes, sync, evaluates=True)
 
     def run(self) -> dict[str, float]:
-        """Evaluate the model as it is now, and return what was measured, by name; every rank calls it."""
+        """Evaluate the model as it is now, and return the scores by name; every rank calls it."""
         # ---- quiet
         with self._quiet(), torch.no_grad(), self._sync.evaluation_mode():
             # ---- forwards
@@ -111,24 +111,14 @@ class StepContext(Context):
 
 
 class AfterStep:
-    """One rank's part in what happens after each step.
-
-    Args:
-        checks: compares what `on_step` communicates; None: nothing does.
-
-    Attributes:
-        state: the user's state; see `StepContext`.
-    """
+    """One rank's part in what happens after each step; `checks` compares what `on_step` communicates."""
 
     def __init__(
         self, context: Context, job: TrainJob, axes: MeshAxes, training: Training, checks: CallChecks | None = None
     ) -> None:  # fmt: skip
         self._checks = checks
         self._context, self._job, self._training = context, job, training
-        self._sharing = (
-            axes.communicator_of() if job.plan.data_parallel == "dp" else axes.communicator_of("dp", "cp")
-        )
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}  # the user's; see `StepContext`
         self._evaluation: Evaluation | None = None
         if job.how.evaluation is not None:
             self._evaluation = Evaluation(context, job, axes, training.sync)
@@ -170,14 +160,14 @@ class AfterStep:
         }
         return StepContext(
             context.rank, context.world_size, context.device, context.comm, context.record,
-            self._sharing.all_reduce(loss).item(), measured, weights, self.state, step,
+            training.batch_group.all_reduce(loss).item(), measured, weights, self.state, step,
         )  # fmt: skip
 
 
 def _asks_to_stop(returned: Any) -> bool:
     if returned is None or isinstance(returned, bool):
         return bool(returned)
-    if getattr(returned, "dtype", None) in (torch.bool, bool):  # of torch or numpy, one element
+    if getattr(returned, "dtype", None) in (torch.bool, bool):  # one element, of torch or numpy
         return bool(returned)
     raise ValueError(
         f"on_step returned {returned!r:.80}: True ends the training after this step, None or False lets it go on; "

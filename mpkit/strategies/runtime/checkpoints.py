@@ -1,13 +1,13 @@
-"""Checkpoints of a training, written by all ranks together, and resumed under any other division of the ranks.
+"""Checkpoints of a training: all ranks write them together, and any other division of the ranks resumes from them.
 
 Saving, after every k-th step:
 
     collect    what this rank holds (`rank_state`); nothing is gathered
-    write      one file per rank (`mpkit.strategies.checkpoint.parts`); what several ranks hold one of them writes
+    write      one file per rank (`mpkit.strategies.checkpoint.parts`); one of the ranks writes what several hold
     seal       each rank reads its file back for a digest, and rank 0 collects the digests
     publish    rank 0 gives the checkpoint its name (`mpkit.strategies.checkpoint.files`) and deletes the oldest one
 
-Resuming from one:
+Resuming:
 
     room       allocate tensors for what this rank needs: other pieces, if the plan is another
     read       its parts of the files, or of the whole that all parts make
@@ -39,11 +39,7 @@ from mpkit.strategies.checkpoint.parts import SavedParts, name_of, write_rank
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.randomness import RandomState, seed_all
-from mpkit.strategies.runtime.rank_state import (
-    held_entries,
-    put_back,
-    room_for,
-)
+from mpkit.strategies.runtime.rank_state import held_entries, put_back, room_for
 from mpkit.strategies.stage.shard import HeldPart
 from mpkit.trace import Kind
 
@@ -53,7 +49,7 @@ if TYPE_CHECKING:
 
 
 OTHER_DRAWS = 1_000_003
-"""Times the step, added to the seed where random states are not restored, so that no step repeats another's draws."""
+"""Times the step: added to the seed if random states are not restored, so that no step repeats another's draws."""
 
 
 class Checkpoints:
@@ -73,10 +69,9 @@ class Checkpoints:
         if job.how.saving is not None:
             context.comm.barrier()  # every rank has read what is set aside now
             if context.rank == 0:
-                self._lock = FolderLock(
-                    Path(job.how.saving.folder), joins=True
-                )  # held until this process ends
-                clean(Path(job.how.saving.folder), job.how.first_step)
+                folder = Path(job.how.saving.folder)
+                self._lock = FolderLock(folder, joins=True)  # held until this process ends
+                clean(folder, job.how.first_step)
             context.comm.barrier()
 
     def save_if_due(self, step: int) -> None:
@@ -92,8 +87,6 @@ class Checkpoints:
                     f"The checkpoint of step {step + 1} could not be finished in {saving.folder}: {error}"
                 ) from None
             self._record.end(op, nbytes=nbytes)
-
-    # ---- save -----------------------------------------------------------------------------------------------
 
     def _save(self, saving: CheckpointSaving, step: int) -> int:
         """Save a checkpoint, and return the number of bytes that this rank wrote."""
@@ -139,7 +132,7 @@ class Checkpoints:
         return sum(nbytes for nbytes, _ in digests.values())
 
     def _share_writing(self, state: dict[str, HeldPart]) -> dict[str, HeldPart]:
-        """Return what this rank writes: of what several ranks hold, each of them writes as much as the others."""
+        """Return what this rank writes; ranks that hold the same entries write an equal number of them each."""
         mine = [(name, part.place, part.tensor.numel()) for name, part in state.items()]
         everybody: list[list[Any]] = [[]] * self._context.world_size
         dist.all_gather_object(everybody, mine, group=self._group)
@@ -148,13 +141,8 @@ class Checkpoints:
             for key in held:
                 holders.setdefault(key, []).append(rank)
         writer = {key: ranks[i % len(ranks)] for i, (key, ranks) in enumerate(holders.items())}
-        return {
-            key[0]: part
-            for key, part in zip(mine, state.values(), strict=True)
-            if writer[key] == self._context.rank
-        }
-
-    # ---- resume ---------------------------------------------------------------------------------------------
+        pairs = zip(mine, state.values(), strict=True)
+        return {key[0]: part for key, part in pairs if writer[key] == self._context.rank}
 
     def _resume(self, resume: Resume) -> None:
         context, head, update = self._context, resume.head, self._training.update
@@ -188,7 +176,7 @@ class Checkpoints:
 
 
 def pack_kept(kept: dict[str, Any]) -> torch.Tensor:
-    """Return what `on_step` keeps as the bytes of a JSON text."""
+    """Return the state of `on_step` as the bytes of a JSON text."""
     try:
         text = json.dumps(kept)
     except (TypeError, ValueError) as error:

@@ -1,14 +1,13 @@
-"""Evidence: what a rank holds of a step that is verified, in files that the caller's process compares.
+"""Evidence: what a rank holds of a verified step, in files that the caller's process compares.
 
-    begin       before the step: digests of the weights that the rank computes with; the elements that it updates, and
-                their optimizer states, and what model and loss remember, where the step before was not verified
+    begin       before the step: digests of the weights that the rank computes with, and the elements that it updates;
+                if the step before was not verified, also their optimizer states, and what model and loss remember;
                 from here on, what forwards draw at random is heard
     gradients   as the optimizer will see them, before they are clipped; in any step, which parameters have one for
                 the first time (`FirstTimes`)
     end         after the step: the elements that it updates, digests as above, and the buffers; the file is complete
 
-Nothing is sent: each rank writes what it has. In steps that are not verified, `begin` and `end` are one comparison of
-numbers. `mpkit.strategies.proof` reads the files.
+Nothing is sent: each rank writes what it has, and `mpkit.strategies.proof` reads the files.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 0.005
-"""Seconds between two looks for the verdict on a step whose checkpoint waits for it."""
+"""Seconds between two looks for the verdict that a checkpoint waits for."""
 
 
 def evidence_of(step: int) -> str:
@@ -51,21 +50,21 @@ def evidence_of(step: int) -> str:
 
 
 def lost_of(step: int) -> str:
-    """Return the name of a rank's empty file for a step, where there was no space for its evidence."""
+    """Return the name of a rank's empty file for a step that had no space for its evidence."""
     return f"proof-{step}.lost"
 
 
 def verdict_of(step: int) -> str:
-    """Return the name of the file that says that a step is equal to serial training, or why nobody knows."""
+    """Return the name of the file that says that a step equals serial training, or why that is not known."""
     return f"verdict-{step}"
 
 
 class RankEvidence:
     """One rank's evidence.
 
-    Ranks that a launcher started cannot be ended from outside. So they look for the difference that was found, and wait
-    at the end until nothing is left to compare. Ranks without a folder in common (on several machines) send their files
-    to the first one by `gather_object`, whose process compares; it tells the others what was found where all wait.
+    Ranks that a launcher started cannot be ended from outside, so they look for a difference themselves, and wait at
+    the end until all steps are compared. Ranks without a common folder (on several machines) send their files to the
+    first one, whose process compares them; where all ranks wait, it tells the others the result.
     """
 
     def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
@@ -89,7 +88,7 @@ class RankEvidence:
                 self._listen_to(optimizer)
 
     def _listen_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what an optimizer of the user's computes."""
+        """Note what the user's own optimizer computes."""
         around: list[AbstractContextManager[Any]] = []
 
         def enter(*_: Any) -> None:
@@ -103,7 +102,7 @@ class RankEvidence:
         optimizer.register_step_post_hook(leave)
 
     def begin(self, step: int) -> None:
-        """Note what the step starts from, if it is verified."""
+        """Note what a verified step starts from."""
         self._step = step
         if self._launched and not self._apart:
             self._raise_difference()
@@ -116,9 +115,8 @@ class RankEvidence:
         pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
         held = {name: tensor.clone() for name, tensor in self._buffers().items()}
         self._heard = ForwardDraws()
-        frozen = [
-            (self._name(p.name), p.part(_on_host(p.held))) for p in self._training.sync.frozen if states
-        ]
+        fixed = self._training.sync.frozen if states else ()
+        frozen = [(self._name(piece.name), piece.part(_on_host(piece.held))) for piece in fixed]
         self._now = {
             "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
             "gradients": {}, "remembered": self._remembered.find_changes() if anew else ({}, []),
@@ -142,20 +140,13 @@ class RankEvidence:
             return
         self._facts.may_act_later = self._facts.may_act_later or self._remembered.find_changes() != ({}, [])
         self._training.pipeline.listen(None)
+        heard, master_of = self._heard, self._training.update.masters.master_of
         self._now |= {
-            "after": [
-                _on_host(self._training.update.masters.master_of(p)) for p in self._training.sync.pieces
-            ],
-            "digests": self._digests(),
-            "buffers": self._buffers(),
-            "draws": self._heard.draws,
-            "other_draws": self._heard.others.drawn,
-            "places": self._heard.others.places,
-            "decides": self._heard.decides,
-            "loss": self._training.loss,
-            "scale": scale,
-            "skipped": skipped,
-        }
+            "after": [_on_host(master_of(piece)) for piece in self._training.sync.pieces],
+            "digests": self._digests(), "buffers": self._buffers(),
+            "draws": heard.draws, "other_draws": heard.others.drawn, "places": heard.others.places,
+            "decides": heard.decides, "loss": self._training.loss, "scale": scale, "skipped": skipped,
+        }  # fmt: skip
         try:
             self._write(part(self._folder, self._rank, evidence_of(step)))
         except OSError as error:
@@ -167,7 +158,7 @@ class RankEvidence:
             self._send(evidence_of(step), lost_of(step))
 
     def _write(self, path: Path) -> None:
-        """Write the file of a step, completely or not at all."""
+        """Write a step's file, completely or not at all."""
         partial = path.with_name(f"{path.name}.partial")
         try:
             save_new(partial, self._now)
@@ -177,14 +168,11 @@ class RankEvidence:
         partial.replace(path)
 
     def wait(self, step: int) -> None:
-        """Wait until every verified step up to this one has its verdict; one that is not equal ends all ranks.
-
-        Every rank calls it.
-        """
+        """Wait for the verdict on each verified step up to this one; a difference ends all ranks, which all call it."""
         if self._apart:
             self._wait_for_first(step)
-            return
-        self._wait_here(step)
+        else:
+            self._wait_here(step)
 
     def _wait_here(self, step: int) -> None:
         for verified in self._steps:
@@ -205,15 +193,14 @@ class RankEvidence:
     # ---- without a folder in common
 
     def _send(self, *names: str) -> None:
-        """Send files of this rank to the first one, which writes them where its own are; every rank calls it."""
+        """Send files of this rank to the first one, which writes them beside its own; every rank calls it."""
         if not self._steps:
             return
         paths = {name: part(self._folder, self._rank, name) for name in names}
         mine = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
-        for name in (
-            mine if self._comm.index else ()
-        ):  # before they are sent: the first rank may write into this folder
-            paths[name].unlink()
+        if self._comm.index:  # before they are sent, since the first rank may write into this folder
+            for name in mine:
+                paths[name].unlink()
         every: list[Any] | None = [None] * self._comm.size if self._comm.index == 0 else None
         dist.gather_object(mine, every, dst=self._comm.ranks[0], group=self._comm.handle)
         for rank, files in zip(self._comm.ranks, every or (), strict=False):
@@ -221,7 +208,7 @@ class RankEvidence:
                 write_whole(part(self._folder, rank, name), content)
 
     def _wait_for_first(self, step: int) -> None:
-        """Wait for the verdicts of the first rank's process, and raise on all ranks what is raised there."""
+        """Wait for the verdicts of the first rank's process, and raise its error on all ranks."""
         found: list[Any] = [None]
         if self._comm.index == 0:
             try:
@@ -239,26 +226,23 @@ class RankEvidence:
         if difference is not None:
             raise difference
 
-    # ---- what this rank holds -----------------------------------------------------------------------------
-
     def _name(self, name: str) -> str:
         return self._training.first_names[name]
 
     def _elements(self, piece: Piece, *, states: bool) -> tuple[str, HeldPart, dict[str, Any] | None]:
-        """Return the parameter of a piece, its elements and their states."""
-        update = self._training.update
-        master = update.masters.master_of(piece)
-        found: dict[str, Any] = {}
-        if states and update.optimizer is not None:
-            for key, value in update.optimizer.state.get(master, {}).items():
-                found[key] = _on_host(value) if isinstance(value, Tensor) else value
-        return self._name(piece.name), piece.part(_on_host(master)), found if states else None
+        """Return a piece's parameter, its elements, and their states in the optimizer, if wanted."""
+        master, optimizer = self._training.update.masters.master_of(piece), self._training.update.optimizer
+        values: dict[str, Any] | None = None
+        if states and optimizer is not None:
+            kept = optimizer.state.get(master, {})
+            values = {key: _on_host(v) if isinstance(v, Tensor) else v for key, v in kept.items()}
+        return self._name(piece.name), piece.part(_on_host(master)), values
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in buffers(self._training)}
 
     def _digests(self) -> dict[str, tuple[Any, str, str]]:
-        """Return, of each parameter that is whole here, its shard, its dtype and the digest of its elements."""
+        """Return the shard, dtype and digest of each parameter, by name, unless ZeRO has freed it."""
         shards = next(iter(self._training.sync.stages.values())).sharded.shards
         return {
             self._name(name): (shards.get(name), str(parameter.dtype), digest_of(parameter))

@@ -1,13 +1,13 @@
-"""Which experts this rank's tokens choose in a training step: their load, and routing that depends on the whole batch.
+"""The experts that this rank's tokens choose in a training step: their load, and routing that needs the whole batch.
 
-`ExpertRows` counts choices for `Run.expert_load`: before a layer's experts compute, once even if the forward is
-recomputed. Ranks that share layers (tp) see the same tokens, unless they divide the sequence; then only the first of
-them counts. `BatchRouting` is for a batch of which a rank has a share: micro-batches, samples, parts of sequences.
+`ExpertRows` counts choices for `Run.expert_load`, before a layer's experts compute, and once even if the forward is
+recomputed. Of tp ranks, which see the same tokens unless they divide the sequence, only the first one counts these.
+`BatchRouting` is for a rank's share of a batch: micro-batches, samples, parts of sequences.
 
     bias             at the end of a step, the rows of all ranks and micro-batches are summed; the bias moves by them
-    auxiliary loss   f is summed at the first backward of a layer in a step, by when all its forwards are done
+    auxiliary loss   f is summed at the first backward of a layer in a step, when all its forwards are done
 
-`mpkit.strategies.models.experts` says what this is of the whole batch. A forward that is repeated counts once.
+`mpkit.strategies.models.experts` has the formulas for the whole batch.
 """
 
 from __future__ import annotations
@@ -55,19 +55,10 @@ class ExpertRows:
     def _choose(self, name: str, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _stage, m, step = self._record.place()
         chosen, counts = chosen_experts(args, kwargs), self._counts[name]
-        again = self._record.is_inside(Kind.RECOMPUTE)
-        if (
-            again
-            or not torch.is_grad_enabled()
-            or step < 0
-            or not self._weight_of(m)
-            or type(chosen) is not Tensor
-        ):
-            return
-        counts += chosen.flatten().bincount(minlength=len(counts))
-
-    def _weight_of(self, m: int) -> float:
-        return self._microbatches[m].weight if 0 <= m < len(self._microbatches) else 1.0
+        trains = torch.is_grad_enabled() and step >= 0 and not self._record.is_inside(Kind.RECOMPUTE)
+        weight = self._microbatches[m].weight if 0 <= m < len(self._microbatches) else 1.0
+        if trains and weight and type(chosen) is Tensor:
+            counts += chosen.flatten().bincount(minlength=len(counts))
 
     def end(self, step: int) -> None:
         """Record the counts of a step."""
@@ -96,8 +87,6 @@ class BatchRouting(WholeBatch):
         self._group = axes.communicator_of("dp", "cp", *(("tp",) if t > 1 else ()))
         self._parts_by_tp = t
 
-    # ---- the step -----------------------------------------------------------------------------------------
-
     def begin_step(self, microbatches: Sequence[MicroBatch], loss_scale: float) -> None:
         """Move biases; note the micro-batches of the next step, and the factor of its gradients."""
         self._microbatches, self.loss_scale = list(microbatches), loss_scale
@@ -107,10 +96,10 @@ class BatchRouting(WholeBatch):
             layer.move_bias()
 
     def begin(self, layer: MixtureOfExperts) -> None:
-        """Leave the bias as it is: a step has several forwards, and some are repeated."""
+        """Leave the bias alone: a step has several forwards, and some are repeated."""
 
     def share(self, layer: MixtureOfExperts, chosen: Tensor, samples: int) -> BatchShare:
-        """Return the share of the batch that a micro-batch's tokens are, and count their rows."""
+        """Return a micro-batch's tokens as a share of the batch, and count their rows."""
         m = self._record.place()[1]
         given = self._microbatches[m]
         share = _Share(self, layer, chosen, given.weight / self._parts_by_tp)
@@ -124,8 +113,6 @@ class BatchRouting(WholeBatch):
             own = torch.cat([self._sum_own(layer) for layer in self._moved])
             for layer, rows in zip(self._moved, self._group.all_reduce(own).split(sizes), strict=True):
                 layer.keep_rows(rows)
-
-    # ---- the whole batch ----------------------------------------------------------------------------------
 
     def rows_of(self, layer: MixtureOfExperts) -> Tensor:
         """Return the rows of each expert in the whole batch, once all forwards of the layer are done."""

@@ -7,9 +7,7 @@
 A rank does this with its process groups, and the parent's dry run does the same with fake ones.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,38 +32,29 @@ AttentionOver = Callable[..., AbstractContextManager[Any]]
 def localize(
     model: nn.Module, plan: Plan, schedule: Schedule, group_of: Callable[[str], Communicator]
 ) -> ShardedModel:
-    """Shard a model in place, and give it the positions of its tokens.
+    """Shard a model in place, though not its tensors, and give it the positions of its tokens.
 
-    Args:
-        model: the whole model; its tensors are left as they are.
-        plan: read for tensor, sequence_parallel and cp_order.
-        schedule: whether it splits backwards; then tensor parallelism does not overlap.
-        group_of: a function from an axis to this rank's process group along it.
+    `group_of` returns this rank's process group along an axis. Tensor parallelism does not overlap if the schedule
+    splits backwards.
     """
     tp, cp, ep = group_of("tp"), group_of("cp"), group_of("ep")
     # ---- shard
     layers = find_experts(model) if ep.size > 1 else {}
-    whole = set(layers if plan.etp != plan.tp else ())
-    sharded = shard_model(
-        model,
-        tp,
-        plan.tensor,
-        sequence=plan.sequence_parallel,
-        overlap=not schedule.splits_backward,
-        whole=whole,
-    )
+    whole, overlap = set(layers if plan.etp != plan.tp else ()), not schedule.splits_backward
+    sequence = plan.sequence_parallel
+    sharded = shard_model(model, tp, plan.tensor, sequence=sequence, overlap=overlap, whole=whole)
     # ---- experts
     experts = divide_experts(model, ep, sharded.shards)
-    if plan.etp == plan.tp > 1 and (rest := [name for name in layers if name not in _owners(sharded.shards)]):
+    owners = {name.rpartition(".")[0] for name in sharded.shards}
+    if plan.etp == plan.tp > 1 and (rest := [name for name in layers if name not in owners]):
         raise ValueError(
             f"{plan!r} divides each expert along tp, and how {rest[0]} can be divided is not known: a Region of its "
             f"parameters in Plan(tensor=...) says it; or, with whole experts, {call_of(plan, {'etp': None})}"
         )
-    along = dict.fromkeys(experts, "ep")
-    shards = sharded.shards | experts
     # Where tp is folded, its ranks are replicas of experts, whose gradients are summed over these; with etp = tp each
     # rank has seen all tokens of its part.
     partial = sharded.partial - experts.keys() if plan.etp else sharded.partial
+    shards, along = sharded.shards | experts, dict.fromkeys(experts, "ep")
     sharded = replace(sharded, shards=shards, along=along, partial=partial)
     # ---- positions
     if cp.size > 1:
@@ -74,14 +63,9 @@ def localize(
     return sharded
 
 
-def _owners(parameters: Iterable[str]) -> set[str]:
-    """Return the names of the modules that have these parameters."""
-    return {name.rpartition(".")[0] for name in parameters}
-
-
 def attention_over(plan: Plan, group_of: Callable[[str], Communicator], draws: OwnDraws) -> AttentionOver:
-    """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
-    numbers that are drawn for no token are the same on all ranks.
+    """Return the context manager of forwards on divided tokens: attention over whole sequences, and the same random
+    numbers on all ranks if they are drawn for no token.
     """
     if plan.cp > 1:
         return partial(ContextParallel, group_of("cp"), plan.cp_order, draws, plan.cp_method == "ulysses")

@@ -1,9 +1,7 @@
 """Whether a rank ran out of memory, and what it held then: taken while the error is reported.
 
-The frames of the traceback still hold what they held when the allocation failed, and so does the recorder's ledger.
+Until then, the traceback's frames and the recorder's ledger are as they were when the allocation failed.
 """
-
-from __future__ import annotations
 
 import torch
 
@@ -37,10 +35,6 @@ def picture_of(recorder: Recorder) -> dict[str, dict[str, int]]:
     device: dict[str, int] = {}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        device = {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "free": free,
-            "total": total,
-        }
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        device = {"allocated": allocated, "reserved": reserved, "free": free, "total": total}
     return {"held": recorder.memory.held, "device": device}

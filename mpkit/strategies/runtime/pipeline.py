@@ -11,26 +11,17 @@ A step goes through these phases, on micro-batches from `mpkit.strategies.job.fe
     broadcast   the rank with the last stage sends the loss to the others
     drain       wait until all sends are complete
 
-What a stage computes is in `mpkit.strategies.compute.stage_work`, and what is sent between stages in
-`mpkit.strategies.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or
-an I waits for its gradient.
+Recomputation needs no gradient, so it runs before a B or an I waits for its gradient.
 
 `mpkit.strategies.reference.naive_model_parallelism`, `gpipe` and `one_f_one_b` are schedules in 15 lines each. This
 module adds schedules as data, several stages per rank, split backwards, skips between stages that are not neighbours,
-recomputation, micro-batches of unequal size, and replicas.
-
-Serial training is the case of one stage, and naive model parallelism that of one micro-batch.
-
-The loss of a micro-batch of k samples out of K has weight k/K, so that the sum over micro-batches is the mean over
-the batch, and its gradient the batch's gradient, even where micro-batches differ in size. Where replicas share a
-batch, each has its share of every micro-batch, and the sum is also over replicas. Losses that return (total, count)
-are added up as in `mpkit.strategies.loss.counted`.
+recomputation, micro-batches of unequal size, and replicas. Serial training is the case of one stage, and naive model
+parallelism that of one micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +54,7 @@ FORWARDS = ("F", "SEND_F", "RECV_F")
 
 
 class Routes(NamedTuple):
-    """The routes that end at a stage, and those that begin there."""
+    """The routes that end at a stage, and those that start there."""
 
     arriving: list[Route]
     leaving: list[Route]
@@ -72,14 +63,7 @@ class Routes(NamedTuple):
 class Pipeline:
     """One rank's half of every message, and its stages' forwards and backwards.
 
-    Args:
-        axes: the mesh's axes; the ranks of a pipeline are a line along pp.
-        sync: this rank's stages, and the synchronization of their gradients.
-        evaluates: whether only forwards run, and the last stage computes scores, for `Evaluation`.
-
-    Attributes:
-        loss_scale: factor of the gradients, which lets fp16 represent them.
-        computes_loss: whether this rank computes the loss, and sends it to the others.
+    If it `evaluates`, only forwards run, and the last stage computes scores (`Evaluation`).
     """
 
     def __init__(
@@ -88,22 +72,20 @@ class Pipeline:
         self._context, self._job = context, job
         schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
-        if evaluates:  # in the order of the schedule every input is there before it is needed
+        if evaluates:  # in the schedule's order, every input arrives before it is needed
             self._row = tuple(action for action in self._row if action.kind in FORWARDS)
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         forward_of = StageForward if job.where.partition is None else PartForward
-        over = partial(attention_over, job.plan, axes.communicator_of)
-        self._forwards = {
-            s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
-        }
-        self._work = {
-            s: StageWork(context, job, stage, self._forwards[s], sync) for s, stage in sync.stages.items()
-        }
-        for forward in self._forwards.values():
+        self._forwards: dict[int, StageForward] = {}
+        self._work: dict[int, StageWork] = {}
+        for s, stage in sync.stages.items():
+            attention = attention_over(job.plan, axes.communicator_of, stage.sharded.draws)
+            forward = self._forwards[s] = forward_of(context, job, stage, attention)
             forward.evaluates = evaluates
+            self._work[s] = StageWork(context, job, stage, forward, sync)
         self._last = schedule.stages - 1
-        self.computes_loss = self._last in sync.stages
-        self.loss_scale = 1.0
+        self.computes_loss = self._last in sync.stages  # and sends it to the other ranks
+        self.loss_scale = 1.0  # factor of the gradients, which lets fp16 represent them
         rank_of = tuple(axes.communicator_of("pp").ranks[place] for place in schedule.stage_to_rank)
         self._messages = StageMessages(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
@@ -112,33 +94,29 @@ class Pipeline:
         self._routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
     def listen(self, heard: ForwardDraws | None) -> None:
-        """Note what forwards draw at random from now on; None: no longer."""
+        """Note what forwards draw at random from now on; stop at None."""
         for work in self._work.values():
             work.listen(heard)
 
     def watch(self, facts: StepFacts) -> None:
-        """Note from now on what forwards and losses do."""
+        """Note what forwards and losses do from now on."""
         for work in self._work.values():
             work.watch(facts)
 
     @property
     def takes_data(self) -> bool:
-        """Whether this rank needs inputs or targets: it holds the first stage or the last."""
-        return (
-            0 in self._work or self.computes_loss or self._job.where.partition is not None
-        )  # its forward runs on every rank
+        """Whether this rank needs inputs or targets; a partitioned model's forward runs on every rank."""
+        return 0 in self._work or self.computes_loss or self._job.where.partition is not None
 
     @property
     def attended_pairs(self) -> int:
-        """The pairs of a query and a key in this rank's attentions of the latest step, over divided sequences."""
+        """The pairs of a query and a key in this rank's attentions over divided sequences, in the latest step."""
         return sum(sum(forward.attended.values()) for forward in self._forwards.values())
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
-        """Run the forward and backward of a batch; gradients are added to the parameters'.
+        """Run the forward and backward of a batch, and add to the parameters' gradients.
 
-        Returns:
-            The mean loss over the batch, or this replica's share of it; for a loss that counts, its total / nominal
-            and its count.
+        Return [mean loss over the batch], or this replica's share; for a loss that counts, [total / nominal, count].
         """
         self._microbatches = microbatches
         for work in self._work.values():
@@ -171,8 +149,7 @@ class Pipeline:
     def scores(self, number: int, microbatches: list[MicroBatch]) -> Tensor | None:
         """Return the sums and weights of a batch's scores on ranks with the last stage; None on the others.
 
-        Args:
-            microbatches: this rank's share of it; a small batch has fewer than the schedule.
+        A small batch has fewer micro-batches than the schedule.
         """
         self._microbatches = microbatches
         for work in self._work.values():
@@ -191,14 +168,10 @@ class Pipeline:
 
     def _routes_of(self, action: Action) -> Routes:
         """Return the routes to and from an action's stage, for the shapes of its micro-batch; each looked up once."""
-        place = self._microbatches[action.microbatch].key, action.stage
-        routes = self._routes.get(place)
-        if routes is None:
-            where = self._job.where
-            routes = self._routes[place] = Routes(
-                where.incoming_routes(*place), where.outgoing_routes(*place)
-            )
-        return routes
+        place, where = (self._microbatches[action.microbatch].key, action.stage), self._job.where
+        if place not in self._routes:
+            self._routes[place] = Routes(where.incoming_routes(*place), where.outgoing_routes(*place))
+        return self._routes[place]
 
     def _communicate(self, action: Action) -> None:
         """Send what a stage made, or post the receive of what it needs."""
@@ -208,45 +181,40 @@ class Pipeline:
                 self._messages.send_outputs("F", routes.leaving, m)
             case "SEND_B":
                 self._messages.send_outputs("B", routes.arriving, m)
-            case "RECV_F":  # what the stages before made for this one
+            case "RECV_F":
                 self._messages.post_receives("F", routes.arriving, m)
-            case _:  # RECV_B: the gradients of the stage's outputs, where they have one
+            case _:  # RECV_B
                 self._messages.post_receives("B", routes.leaving, m)
 
     def _forward(self, action: Action) -> None:
-        """Run F: compute the stage's output, at the last stage the loss, and pass the output on."""
+        """Run F: compute the stage's output, or the loss at the last stage, and pass the output on."""
         s, m, routes = action.stage, action.microbatch, self._routes_of(action)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
             wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
-            self._loss.append(
-                torch.stack([each.detach().double() if wide else each.detach() for each in outputs])
-            )
+            losses = [each.detach().double() if wide else each.detach() for each in outputs]
+            self._loss.append(torch.stack(losses))
             if self._broadcasts_early and len(self._loss) == len(self._microbatches):
                 self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
         each = [(r, tuple(outputs[i] for i in r.which)) for r in routes.leaving]
         self._messages.set_outputs("F", m, each)
 
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
-        """Return the stage's input on the device: the data, or the output of the stage before, detached."""
+        """Return the stage's input on the device: the data, or earlier stages' outputs, as leaves with gradients."""
         if not routes and self._job.where.partition is None:
             return self._forwards[s].data(m)
-        pairs = [
-            pair for r in routes for pair in zip(self._messages.wait_input("F", r, m), r.specs, strict=True)
-        ]
-        # Where the stage before needs a gradient, it is accumulated here.
-        tensors = tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs)
+        tensors = tuple(
+            tensor.detach().requires_grad_(spec.requires_grad)
+            for r in routes
+            for tensor, spec in zip(self._messages.wait_input("F", r, m), r.specs, strict=True)
+        )
         if self._job.where.partition is not None:
             return tensors
         (route,) = routes
         return self._job.where.boundary(self._microbatches[m].key, route.source).pack(tensors)
 
     def _backward(self, action: Action, last: bool) -> None:
-        """Run B or I: compute the gradients of the stage's input, and pass them on to the stage before.
-
-        Args:
-            last: whether it is the stage's last backward of the step.
-        """
+        """Run B or I: compute the gradients of the stage's input, and pass them back; `last` is of the step."""
         m, routes = action.microbatch, self._routes_of(action)
         work = self._work[action.stage]
         gradients = self._messages.wait_gradients(routes.leaving, m)

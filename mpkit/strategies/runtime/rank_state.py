@@ -1,4 +1,4 @@
-"""What a rank holds of a training: the entries of a checkpoint, and the trained weights that the run returns.
+"""A rank's part of a training: the entries of a checkpoint, and the trained weights that the run returns.
 
 The entries of a checkpoint, by name:
 
@@ -8,13 +8,13 @@ The entries of a checkpoint, by name:
     single/KEY/NAME       a state that is one number, such as Adam's count of steps, in a tensor
     number/KEY/NAME       the same, if the optimizer keeps a plain number
     random/RANK           the random states of a rank
-    callback/RANK         what `on_step` keeps on a rank, as the bytes of a JSON text; only if it keeps something
+    callback/RANK         what `on_step` keeps on a rank, if anything, as the bytes of a JSON text
 
-Each entry is one tensor of the whole model, of which every rank contributes the elements that it holds.
+Each entry is one tensor of the whole model, to which every rank contributes the elements that it holds.
 
-The trained weights are returned on the CPU, under the model's own names; of what several ranks hold alike, from the
-first of them only. A model that computes in 16 bits has lost two thirds of the digits, and with them what the last
-steps changed: there each rank returns the part of the fp32 masters that it updates.
+Ranks return the trained weights on the CPU, under the model's own names, and replicated ones from the first rank only.
+In 16 bits, a model has lost two thirds of the digits, and with them the changes of the last steps: there each rank
+returns the part of the fp32 masters that it updates.
 """
 
 from __future__ import annotations
@@ -41,16 +41,13 @@ Returned = dict[str, Any]
 """Whole tensors, a `HeldPart`, or a state of a module's own, by name."""
 
 
-# ---- to save -------------------------------------------------------------------------------------------------
-
-
 def held_entries(training: Training, *, first: bool, leads: Callable[[str], bool]) -> State:
     """Return this rank's part of the entries of a checkpoint.
 
     Args:
         first: whether this rank is the first of its replicas, whose buffers are saved.
-        leads: whether this rank saves what lies along an axis (`MeshAxes.leads`). Of parameters that tp leaves whole
-            one rank's copies are saved: ZeRO may divide those of the other tp ranks at other places.
+        leads: whether this rank saves what lies along an axis (`MeshAxes.leads`). Only one tp rank saves parameters
+            that tp leaves whole, since ZeRO may divide them elsewhere on the other tp ranks.
     """
     state: State = {}
     update = training.update
@@ -72,7 +69,7 @@ def held_entries(training: Training, *, first: bool, leads: Callable[[str], bool
 
 
 def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
-    """Return one of the optimizer's states for a piece."""
+    """Return the entry of one of the optimizer's states for a piece."""
     if value is None:
         return {}
     if isinstance(value, (bool, int, float)):
@@ -106,11 +103,8 @@ def buffers(training: Training) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-# ---- to load -------------------------------------------------------------------------------------------------
-
-
 def room_for(training: Training, saved: SavedParts) -> State:
-    """Allocate tensors for all that this rank needs of a checkpoint."""
+    """Allocate tensors for this rank's part of a checkpoint."""
     state: State = {}
     keys: dict[str, list[str]] = {}  # names of the states of each parameter
     for name in saved.names:
@@ -129,9 +123,8 @@ def room_for(training: Training, saved: SavedParts) -> State:
         if piece.start < piece.end:
             state[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
     for name, tensor in buffers(training):
-        state[f"model/{name}"] = HeldPart(
-            torch.empty(tensor.numel(), dtype=tensor.dtype), tuple(tensor.shape)
-        )
+        room = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        state[f"model/{name}"] = HeldPart(room, tuple(tensor.shape))
     return state
 
 
@@ -143,11 +136,8 @@ def _room(piece: Piece, dtype: torch.dtype) -> HeldPart:
 def put_back(training: Training, state: State) -> None:
     """Copy what was loaded into the training."""
     update = training.update
-    masters = {
-        piece.name: update.masters.master_of(piece)
-        for piece in training.sync.pieces
-        if piece.start < piece.end
-    }
+    pieces = (piece for piece in training.sync.pieces if piece.start < piece.end)
+    masters = {piece.name: update.masters.master_of(piece) for piece in pieces}
     for name, master in masters.items():
         master.copy_(state[f"weight/{name}"].tensor.view(master.shape))
     for name, loaded in state.items():
@@ -160,9 +150,7 @@ def put_back(training: Training, state: State) -> None:
             piece.held.copy_(state[f"model/{piece.name}"].tensor.view(piece.held.shape))
     for name, tensor in buffers(training):
         tensor.copy_(state[f"model/{name}"].tensor.view(tuple(tensor.shape)))
-    update.masters.renew()
-    training.tied.send_weights()
-    training.sync.renew()
+    update.renew()
 
 
 def _put_state(
@@ -178,11 +166,8 @@ def _put_state(
         optimizer.state[master][key] = value.view(()).to(master.device if on_device else "cpu")
 
 
-# ---- the trained weights -------------------------------------------------------------------------------------
-
-
 class TrainedState(NamedTuple):
-    """A rank's part of the trained model's state dict, on the CPU; and of the same with averaged weights, if asked."""
+    """A rank's part of the trained model's state dict, on the CPU, and that with averaged weights, if requested."""
 
     state: Returned
     averaged: Returned | None
@@ -193,7 +178,7 @@ def trained_state(training: Training, *, averaged: bool) -> TrainedState:
     state = _state_of(training)
     if not averaged:
         return TrainedState(state, None)
-    state = {name: _copy(value) for name, value in state.items()}  # they may be the model's own memory
+    state = {name: _copy(value) for name, value in state.items()}  # may be the model's own memory
     training.update.take_average()
     return TrainedState(state, _state_of(training))
 
@@ -210,7 +195,7 @@ def _state_of(training: Training) -> Returned:
 
 
 def _with_masters(training: Training, state: Returned) -> Returned:
-    """Replace trained weights by parts of their masters, under every name that they have."""
+    """Replace trained weights by parts of their masters, under all their names."""
     first_of, names = training.first_names, dict[str, list[str]]()
     for name, first in first_of.items():
         names.setdefault(first, []).append(name)

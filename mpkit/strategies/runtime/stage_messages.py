@@ -1,8 +1,8 @@
 """StageMessages: the tensors that stages pass to each other, between ranks or on one.
 
-Sends and receives are asynchronous. A receive is posted when the schedule says so, and waited for when its tensors are
-needed; a send is waited for when more than p of them are pending, which bounds the memory they hold. Between two stages
-on one rank nothing is sent: one takes what the other passes on.
+Sends and receives are asynchronous. The schedule says when a receive is posted, and the runtime waits when it needs the
+tensors; it waits for a send when more than p are pending, which bounds the memory they hold. Stages on one rank send
+nothing: one takes what the other passes on.
 
 Most messages go to the next stage, and the schedule has an action for each. A skip goes further: it is sent as soon as
 it is made, directly to the stage that needs it, and its receive is posted with the others of that stage.
@@ -34,9 +34,7 @@ class StageMessages:
     """One rank's half of every message of a pipeline."""
 
     def __init__(self, context: Context, rank_of: tuple[int, ...], microbatches: int) -> None:
-        self._context = context
-        self._rank_of = rank_of
-        self._microbatches = microbatches
+        self._context, self._rank_of, self._microbatches = context, rank_of, microbatches
         self._limit = len(set(rank_of))
         # Empty between steps.
         self._outgoing: dict[Place, tuple[Tensor, ...]] = {}
@@ -50,8 +48,7 @@ class StageMessages:
     def set_outputs(self, way: str, m: int, made: Iterable[tuple[Route, tuple[Tensor, ...]]]) -> None:
         """Pass on what an action made, each along its route: to a stage here, at once as a skip, or when SEND runs.
 
-        Args:
-            way: "F" for the source's outputs, "B" for their gradients, which go back.
+        The `way` is "F" for the source's outputs, "B" for their gradients, which go back.
         """
         for route, tensors in made:
             place = sender, receiver = _ends(way, route)
@@ -77,13 +74,14 @@ class StageMessages:
         return [isend(tensor, to, self._tag(way, route, m, i)) for i, tensor in enumerate(tensors)]
 
     def post_receives(self, way: str, routes: Iterable[Route], m: int) -> None:
-        """Post receives for what arrives along these routes from other ranks (RECV_F, RECV_B)."""
+        """Post the receives along these routes from other ranks (RECV_F, RECV_B)."""
         for route in routes:
             sender, receiver = _ends(way, route)
+            specs = [spec for spec in route.specs if way == "F" or spec.requires_grad]
             if self._rank_of[sender] != self._rank_of[receiver]:
                 self._arriving[way, sender, receiver, m] = [
                     self._post(spec, self._rank_of[sender], self._tag(way, route, m, i))
-                    for i, spec in enumerate(_specs(way, route))
+                    for i, spec in enumerate(specs)
                 ]
 
     def _post(self, spec: Spec, source: int, tag: str) -> Work:
@@ -92,7 +90,7 @@ class StageMessages:
         return self._context.comm.irecv(buffer, source, tag)
 
     def wait_input(self, way: str, route: Route, m: int) -> tuple[Tensor, ...]:
-        """Wait for what arrives along a route, and return it."""
+        """Wait for the tensors of a route, and return them."""
         place = (way, *_ends(way, route), m)
         if place in self._here:
             return self._here.pop(place)
@@ -100,15 +98,15 @@ class StageMessages:
             self.post_receives(way, [route], m)
         arrived = tuple(work.wait() for work in self._arriving.pop(place))
         if way == "B" and arrived:
-            # The outputs whose gradients these are have arrived too, then, and need not be held any more.
+            # Then the outputs of these gradients have arrived too, and need not be held any longer.
             _wait(self._skips.pop(("F", *_ends("F", route), m), ()))
         return arrived
 
     def wait_gradients(self, routes: list[Route], m: int) -> dict[int, Tensor] | None:
         """Return the gradients of a stage's outputs that have one, by the output's number; None at the last stage.
 
-        The gradients of an output that several stages used are summed. Which outputs have one is known from the dry
-        run: the outputs of a recomputed block do not say.
+        Gradients of an output that several stages used are summed. The dry run knows which outputs have one; those of a
+        recomputed block do not say.
         """
         if not routes:
             return None
@@ -119,10 +117,8 @@ class StageMessages:
                 sums[i] = sums[i] + gradient if i in sums else gradient
         return {i: sums[i] for i in sorted(sums)}
 
-    # ---- the loss -----------------------------------------------------------------------------------------
-
     def broadcast_loss(self, loss: Tensor) -> None:
-        """Send the loss, [1] or [2], from the rank with the last stage to those with the others."""
+        """Send the loss, [1] or [2], from the rank with the last stage to the others."""
         value = loss.detach().to(torch.float64)
         others = sorted(set(self._rank_of) - {self._rank_of[-1]})
         self._loss_sends += [self._context.comm.isend(value, rank, "L0") for rank in others]
@@ -138,14 +134,14 @@ class StageMessages:
             _wait(self._sent.popleft())
         while self._skips:
             _wait(self._skips.popitem()[1])
-        while self._loss_sends:
-            self._loss_sends.pop().wait()
+        _wait(self._loss_sends)
+        self._loss_sends.clear()
         assert not (self._outgoing or self._arriving or self._here), "a valid schedule leaves nothing behind"
 
     def _tag(self, way: str, route: Route, m: int, i: int) -> str:
         """Return the tag of the i-th tensor of a message: its direction and micro-batch, such as F3.
 
-        Where a rank has several stages, or a message several tensors, the numbers continue.
+        If a rank has several stages, or a message several tensors, the numbers continue.
         """
         sender, receiver = _ends(way, route)
         local, held = self._local(receiver)
@@ -155,7 +151,7 @@ class StageMessages:
         return f"{SKIPS[way]}{m + self._microbatches * (local + held * (other + others * i))}"
 
     def _local(self, stage: int) -> tuple[int, int]:
-        """Return the place of a stage among its rank's stages, and how many those are."""
+        """Return the place of a stage among its rank's stages, and the number of these."""
         rank = self._rank_of[stage]
         return self._rank_of[:stage].count(rank), self._rank_of.count(rank)
 
@@ -168,11 +164,6 @@ def _wait(works: Iterable[Work]) -> None:
 def _ends(way: str, route: Route) -> tuple[int, int]:
     """Return the stage that sends and the one that receives."""
     return (route.source, route.target) if way == "F" else (route.target, route.source)
-
-
-def _specs(way: str, route: Route) -> list[Spec]:
-    """Return the specs of a message's tensors; only those that require a gradient send one back."""
-    return [spec for spec in route.specs if way == "F" or spec.requires_grad]
 
 
 def _is_skip(route: Route) -> bool:

@@ -3,7 +3,7 @@
 place     keep the rank's own layers, on its device and in the plan's precision, and drop the rest
 step      take this rank's share of the batch (`feed`), compute its gradients (`pipeline`), complete them over all
           replicas (`sync`), then `update`
-after     evaluate, and call the user's `on_step`, which may end the training (`after_step`); save a checkpoint
+after     evaluate, call the user's `on_step`, which may end the training (`after_step`), and save a checkpoint
 gather    return the rank's weights on the CPU
 """
 
@@ -45,9 +45,8 @@ from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.stage.partitioned_stage import place_parts
 from mpkit.strategies.stage.recompute import RecomputedBlock, recompute_blocks
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
-from mpkit.strategies.update.master_weights import narrow
 from mpkit.strategies.update.optimizer import free, trained_parameters
-from mpkit.strategies.update.update import Update
+from mpkit.strategies.update.update import Update, narrow
 from mpkit.trace.record.hooks import watch
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ if TYPE_CHECKING:
 def train(context: Context, job: TrainJob) -> TrainedState:
     """Run this rank's part of a training; `Cluster.train` calls this on every rank.
 
-    What the user's functions communicate between steps is compared between ranks. So is, under ZeRO-3, of which layers
-    ranks send parts, since samples may decide which ones a model calls; the strategies' other calls are not.
+    mpkit compares between ranks what the user's functions communicate between steps, and under ZeRO-3 the layers whose
+    parts ranks send, since samples may decide which ones a model calls; not the strategies' other calls.
     """
     if job.plan.zero == 3:
         context.comm.wire.checks_of_layers = CallChecks(context.record.folder, context.rank)
@@ -96,9 +95,7 @@ class Training:
         self._routing = BatchRouting(context, job, axes, stages)
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
-        self._counting = (
-            axes.communicator_of() if job.plan.data_parallel == "dp" else axes.communicator_of("dp", "cp")
-        )
+        self.batch_group = axes.communicator_of(*(() if job.plan.data_parallel == "dp" else ("dp", "cp")))
         fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))
         register(job.what.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
         self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
@@ -110,17 +107,15 @@ class Training:
         self.checkpoints = Checkpoints(context, job, axes, self)
         self.evidence = RankEvidence(context, job, self)
         self._expert_rows = expert_rows
-        # What experts hold depends on the tokens that choose them.
-        self._varies = bool(find_experts(job.what.model))
+        self._varies = bool(find_experts(job.what.model))  # by the tokens that choose an expert
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
         self.evidence.begin(number)
         with self._record.step(number):
             batch = self.feed.take(number)
-            self._record.begin_memory(
-                tuple((each.key, each.samples, each.weight > 0) for each in batch), varies=self._varies
-            )
+            shapes = tuple((each.key, each.samples, each.weight > 0) for each in batch)
+            self._record.begin_memory(shapes, varies=self._varies)
             self._expert_rows.begin(batch)
             self.pipeline.loss_scale = self.update.scaler.scale
             self._routing.begin_step(batch, self.update.scaler.scale)
@@ -130,12 +125,10 @@ class Training:
             self._routing.end_step()
             self.tied.sum_gradients()
             self.loss, factor = self._loss_and_factor(returned)
-            loss = self.loss
-            if loss is not None:
+            if (loss := self.loss) is not None:
                 self._record.loss(loss)
-                self._warned = (
-                    self._warned or not self.pipeline.computes_loss or _warn_if_not_finite(number, loss)
-                )
+                if not self._warned and self.pipeline.computes_loss:
+                    self._warned = _warn_if_not_finite(number, loss)
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
             self._expert_rows.end(number)
@@ -151,16 +144,15 @@ class Training:
     def _loss_and_factor(self, returned: list[float]) -> tuple[float | None, float | None]:
         """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.
 
-        Args:
-            returned: what the pipeline returned: nothing, [loss], or [total / nominal, count].
+        The pipeline `returned` nothing, [loss], or [total / nominal, count].
         """
         if self._job.what.nominal is None or not returned:
             return (returned[0] if returned else None), None
         total, count = torch.tensor(returned, dtype=torch.float64, device=self._device).split(1)
-        count = self._counting.all_reduce(count.clone())
+        count = self.batch_group.all_reduce(count.clone())
         factor = self._job.what.nominal / count
         loss = (total * factor).item()
-        # The mean of nothing is NaN, and torch's losses then have gradients of 0.
+        # The mean of nothing is NaN, and the gradients of torch's losses are then 0.
         empty = isinstance(self._job.what.loss, MeanLoss) and count.item() == 0
         return loss, 1.0 if empty else factor.item()
 
@@ -173,7 +165,7 @@ def assemble(
     rank_of = [axes.communicator_of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
     tied = tied_parameters(stages, job.where.shared)
     if replicas.size > 1 and plan.data_parallel == "dp":
-        dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
+        dp = DP(context, job, stages)  # runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
     holders, experts = holders_of(plan, axes)
     held = ReplicatedPart(context, plan, stages, holders, tied, experts=experts, by_owner=job.how.by_owner)
@@ -201,27 +193,23 @@ def place_stages(
     numbers = job.where.schedule.stages_of(axes.place.pp)
     recomputed = recompute_blocks(model, job.plan.recompute, partition)
     if partition is not None:
-        parts, rest = place_parts(
-            model, partition, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
-        )
+        dtype = PRECISIONS.get(job.plan.precision)
+        parts, rest = place_parts(model, partition, numbers, context.device, dtype, sharded)
         _hold(recomputed, parts)
         return parts, rest
     layers, blocks = layers_of(model), repeated_blocks(model).values()
     names = tuple(prefix_of(name) for name, _ in layers)
     rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
-    in_place = [
-        any(numbers[i].in_place for numbers in job.where.numbers.values()) for i in range(len(layers))
-    ]
     spans = spans_at([(name, True) for name, _ in layers], sharded.draws.spans)
     stages = {}
     for number in numbers:
         held = job.where.stages[number]
+        in_place = any(of_layers[i].in_place for of_layers in job.where.numbers.values() for i in held)
         stages[number] = Stage(
             number, [layers[i] for i in held], context.device,
-            in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
-            spans=[spans[i] for i in held],
+            in_place=in_place, sharded=sharded, blocks=blocks, spans=[spans[i] for i in held],
         )  # fmt: skip
-    # Weights of layers that are in no stage of this rank are dropped, so that their memory is freed.
+    # Free the weights of layers that are in no stage of this rank.
     here = {module for stage in stages.values() for module in stage.layers.modules()}
     for module in {module for _, layer in layers for module in layer.modules()} - here:
         for state in (module._parameters, module._buffers):
@@ -231,7 +219,7 @@ def place_stages(
 
 
 def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
-    """Assign to each stage the recomputed blocks that are its own."""
+    """Assign recomputed blocks to their stages."""
     for stage in stages.values():
         here = set(stage.layers.modules())
         stage.recomputed = [block for block in recomputed if block.block in here]
@@ -252,7 +240,7 @@ def watch_stages(context: Context, job: TrainJob, stages: dict[int, Stage]) -> N
 
 
 def _warn_if_not_finite(step: int, loss: float) -> bool:
-    """Print a message if the loss is not finite, and return whether it was printed."""
+    """Print a message if the loss is not finite, and return whether it is not."""
     if isfinite(loss):
         return False
     what = "nan" if isnan(loss) else "infinite"

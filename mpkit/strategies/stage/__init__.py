@@ -1,1 +1,1 @@
-"""What a rank computes with: a stage's layers, its split backward, and recomputation."""
+"""The parts that a rank computes with: a stage's layers, its split backward, and recomputation."""

@@ -1,6 +1,6 @@
 """GradientSync: a rank's part of the model, and its synchronization with the ranks that hold the same part.
 
-This class synchronizes with nobody: it is for serial training and a pipeline's stages. Others have the same methods:
+This class is for a part that no other rank holds: serial training and a pipeline's stages. Others have its methods:
 
     ddp      every replica holds everything; gradients are summed
     dp       rank 0 holds everything, and replicates it to the others for each batch
@@ -15,8 +15,6 @@ A step goes through these phases, each a method:
 
 `gathered` and `state_dict` give access to whole parameters.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,17 +36,10 @@ class Piece:
     """The part of a parameter that one rank updates: its elements `start` to `end`, flattened.
 
     Attributes:
-        name: the parameter's name in the model.
-        parameter: the whole parameter, in the model; empty while it is sharded and not gathered. Under tensor
-            parallelism this rank's local one, here and below.
-        shape: shape of the whole parameter.
-        start, end: range of this rank's elements.
-        held: those elements, as the optimizer receives them: (end - start,); the parameter itself; or all of it, where
-            ZeRO-1 divides by owner. After `finish` its `grad` is the gradient of the loss over the whole batch; None if
-            it has none.
-        shard: the part of the model's parameter that is local; None if all of it is.
-        axis: along which it is divided: "tp", "ep", one's own, or "" if all of it is local.
-        partial: whether, under tensor parallelism, the gradient on each rank is a partial sum.
+        parameter: the whole parameter, or under tensor parallelism this rank's shard of it, here and below; empty while
+            ZeRO-3 has not gathered it.
+        held: the elements, as the optimizer receives them: (end - start,); the parameter itself; or all of it, if
+            ZeRO-1 divides by owner. After `finish` its `grad`, if any, is the gradient over the whole batch.
     """
 
     name: str
@@ -57,17 +48,17 @@ class Piece:
     start: int
     end: int
     held: nn.Parameter
-    shard: Shard | None = None
-    partial: bool = False
-    axis: str = ""
+    shard: Shard | None = None  # the part of the model's parameter that is local; None if all of it is
+    partial: bool = False  # under tensor parallelism: the gradient on each rank is a partial sum
+    axis: str = ""  # along which the parameter is divided: "tp", "ep", one's own, or "" if all of it is local
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the model's whole parameter, in its shape."""
+        """Whether this is the model's whole parameter, in its shape."""
         return self.shard is None and self.held.shape == self.shape
 
     def part(self, tensor: Tensor) -> HeldPart:
-        """Return these elements' values in a tensor, such as a state of the optimizer, and where they lie."""
+        """Return these elements' values in a tensor, such as a state of the optimizer, with their place."""
         whole = self.shard.whole if self.shard else tuple(self.shape)
         return HeldPart(tensor.detach().reshape(-1).contiguous(), whole, self.start, self.shard)
 
@@ -75,45 +66,31 @@ class Piece:
 class GradientSync:
     """Synchronization without replicas: gradients are complete after the backward, and parameters are updated directly.
 
-    Args:
-        stages: the parts of the model that this rank computes, by number, on its device.
-
-    Attributes:
-        pieces: the pieces that this rank updates.
-        frozen: the pieces that it holds of parameters that are not trained.
-        divided: whether replicas update different pieces, instead of each updating the same ones.
+    `pieces` are those that this rank updates, and `frozen` those that it holds of parameters that are not trained.
     """
 
-    divided = False
+    divided = False  # replicas update different pieces, instead of each updating the same ones
 
     def __init__(self, stages: dict[int, Stage]) -> None:
         self.stages = stages
-        self.pieces = [
-            self._piece(name, parameter, 0, parameter.numel(), parameter)
-            for name, parameter in named_parameters(stages).items()
-            if parameter.requires_grad
-        ]
+        whole = [self._piece(n, p, 0, p.numel(), p) for n, p in named_parameters(stages).items()]
+        self.pieces = [piece for piece in whole if piece.parameter.requires_grad]
         self._trained = [piece.parameter for piece in self.pieces]  # also those that another rank updates
-        self.frozen = [
-            self._piece(name, parameter, 0, parameter.numel(), parameter)
-            for name, parameter in named_parameters(stages).items()
-            if not parameter.requires_grad
-        ]
+        self.frozen = [piece for piece in whole if not piece.parameter.requires_grad]
 
     def _piece(self, name: str, parameter: nn.Parameter, start: int, end: int, held: nn.Parameter) -> Piece:
         """Return a piece, with its parameter's shard under tensor parallelism."""
         sharded = next(iter(self.stages.values())).sharded
-        shard, partial = sharded.shards.get(name), name in sharded.partial
-        axis = sharded.axis_of(name)
-        return Piece(name, parameter, parameter.shape, start, end, held, shard, partial, axis)
+        divided = sharded.shards.get(name), name in sharded.partial, sharded.axis_of(name)
+        return Piece(name, parameter, parameter.shape, start, end, held, *divided)
 
     def begin_step(self) -> None:
-        """Take the first replica's buffers where they changed, and drop the gradients of the previous step."""
+        """Take the first replica's changed buffers, and drop the gradients of the previous step."""
         self.synchronize_buffers()
         self.drop_gradients()
 
     def synchronize_buffers(self) -> None:
-        """Take the first replica's buffers where they changed."""
+        """Take the first replica's changed buffers."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the previous step."""
@@ -122,18 +99,15 @@ class GradientSync:
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
-        """Return a context within which autograd runs a backward of a stage.
+        """Return a context within which autograd runs a backward of a stage, or a half of it.
 
-        Args:
-            stage: the stage's number.
-            last: whether the gradients are complete afterwards, and so may be sent as soon as they are made.
-            half: "I" for the gradients of the inputs alone, "W" for those of the weights; "" for both at once.
+        After the `last` one the gradients are complete, and so may be sent as soon as they are made.
         """
         yield
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Return a context within which the stages' forwards run without a backward; every rank enters it."""
+        """Return a context for forwards without a backward; every rank enters it."""
         yield
 
     def finish(self) -> None:
@@ -150,9 +124,8 @@ class GradientSync:
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of the trained model's state, whole tensors on the CPU; every rank calls it."""
         with self.gathered():
-            return {
-                name: value for stage in self.stages.values() for name, value in stage.state_dict().items()
-            }
+            states = [stage.state_dict() for stage in self.stages.values()]
+            return {name: value for state in states for name, value in state.items()}
 
 
 def named_parameters(stages: dict[int, Stage]) -> dict[str, nn.Parameter]:

@@ -7,8 +7,6 @@
 Since the forward runs as it is written, control flow on the model's inputs works as usual: every rank has the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -37,14 +35,8 @@ def place_parts(
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return a rank's stages by number, and, with stage 0, the part of the model's state that is in no stage's layers.
 
-    The model becomes the rank's skeleton: weights that no stage here needs are dropped.
-
-    Args:
-        model: this rank's own copy, on the CPU.
-        numbers: the stages' numbers.
-        device: the rank's device.
-        dtype: dtype of the computation, if not the model's own.
-        sharded: result of tensor parallelism for the model.
+    The model, this rank's own copy on the CPU, becomes its skeleton: weights that no stage here needs are dropped.
+    The computation is in `dtype`, if it is not the model's own.
     """
     here = tuple(numbers)
     inside = tuple(f"{block}." for block in partition.blocks)
@@ -66,19 +58,13 @@ def place_parts(
 class Skeleton:
     """A rank's model: all of its modules, with stand-ins for the weights that other ranks hold.
 
-    Attributes:
-        model: the user's model, on this rank.
-        parameters: the parameters that are here, by their first name in the model.
+    `parameters` has the parameters that are here, by their first names in the model.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        partition: PartitionedModel,
-        stages: tuple[int, ...],
-        device: torch.device,
+        self, model: nn.Module, partition: PartitionedModel, stages: tuple[int, ...], device: torch.device,
         dtype: torch.dtype | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.device = model, device
         self.blocks = prepare_modules(model, partition.modules, partition.blocks)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -90,8 +76,7 @@ class Skeleton:
             return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
         def stand_in(tensor: Tensor, called: str) -> Value:
-            spec = spec_of(tensor)._replace(dtype=computed_in(tensor))
-            return Value(spec, device, -1, called=called)
+            return Value(spec_of(tensor)._replace(dtype=computed_in(tensor)), device, -1, called=called)
 
         self.parameters = {name: p for name, p in model.named_parameters() if name in held}
         for prefix, module in model.named_modules():
@@ -109,9 +94,9 @@ class Skeleton:
 
 
 class LooseParameters(nn.Module):
-    """The parameters of a stage that belong to opened modules, such as a position embedding that the model adds itself.
+    """A stage's parameters that belong to opened modules, such as a position embedding that the model adds itself.
 
-    Whatever runs while this module is called may use them.
+    The function that this module runs may use them.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -124,20 +109,12 @@ class LooseParameters(nn.Module):
 
 
 class PartitionedStage(Stage):
-    """A stage of a partitioned model.
-
-    Attributes:
-        layers: the stage's blocks, then its loose parameters.
-    """
+    """A stage of a partitioned model, whose `layers` are its blocks, then its loose parameters."""
 
     def __init__(
-        self,
-        number: int,
-        skeleton: Skeleton,
-        partition: PartitionedModel,
-        sharded: ShardedModel | None = None,
-        repeated: Collection[nn.Module] = (),
-    ) -> None:
+        self, number: int, skeleton: Skeleton, partition: PartitionedModel,
+        sharded: ShardedModel | None = None, repeated: Collection[nn.Module] = (),
+    ) -> None:  # fmt: skip
         blocks = [(name, skeleton.blocks[name]) for name in partition.placed[number]]
         self._parameters = {name: skeleton.parameters[name] for name in partition.held[number]}
         inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
@@ -152,7 +129,7 @@ class PartitionedStage(Stage):
         yield from self._parameters.items()
 
     def live_state(self) -> dict[str, Any]:
-        """Return this stage's part of the model's state: the parameters and buffers themselves."""
+        """Return the parameters and buffers themselves of this stage's part of the model's state."""
         whole = self._skeleton.model.state_dict(keep_vars=True)
         return {name: whole[name] for name in self._state}
 
@@ -160,9 +137,8 @@ class PartitionedStage(Stage):
         self, division: Division, data: Data, received: tuple[Tensor, ...], draws: Draws
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """Return the model's outputs as far as they are known here, and what other stages need from this one."""
-        result: tuple[Any, tuple[Tensor, ...]] = self._loose(
-            lambda: self._run(division, data, received, draws)
-        )
+        result: tuple[Any, tuple[Tensor, ...]]
+        result = self._loose(lambda: self._run(division, data, received, draws))
         return result
 
     def _run(
@@ -172,9 +148,8 @@ class PartitionedStage(Stage):
         numbers = [division.outputs[route.source][i] for route in arriving for i in route.which]
         known = dict(zip(numbers, received, strict=True))
         draws.begin("")
-        with Forward(
-            self._skeleton.names, self._skeleton.device, division, self.number, known, draws
-        ) as forward:
+        names, device = self._skeleton.names, self._skeleton.device
+        with Forward(names, device, division, self.number, known, draws) as forward:
             outputs = call(self._skeleton.model, data, first=True)
         forward.check_end()
         wanted = frozenset(division.graph.wanted) if self.number == len(division.outputs) - 1 else frozenset()

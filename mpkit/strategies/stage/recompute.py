@@ -1,15 +1,15 @@
 """Recomputation: a call keeps its inputs, and what autograd would have saved is computed again for the backward.
 
-    forward     runs with its graph; in place of each tensor that autograd saves, it keeps an empty `Saved`
-    again       when the backward asks for the first of them, the call runs once more: with the same random numbers,
-                autocast and buffers. What is saved this time fills the places
+    forward     builds its graph, and keeps an empty `Saved` in place of each tensor that autograd saves
+    again       the backward's first access to one runs the call once more, with the same random numbers, autocast and
+                buffers; what is saved this time fills the places
     free        a node that has run drops its place, and so its tensor; I and W of a split backward share one second run
 
-Gradients arrive once per backward, and hooks outside of the call run once. Three things are recomputed in this way:
+Gradients arrive once per backward, and hooks outside the call run once. Three things are recomputed this way:
 
     blocks      the model's repeated blocks: a stage holds the boundaries between them, and the activations within one
                 at a time, 2 s b h bytes per layer in 16 bits
-    attentions  everything is kept but what is inside of them, the scores
+    attentions  everything is kept but their inside, the scores
     stages      a pipeline's stage without blocks
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
@@ -49,16 +49,13 @@ CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
 
 
-# ---------------------------------------------------------------- where it starts
-
-
 Buffers = dict[tuple[nn.Module, str], Tensor]
-"""A module's buffers, by the module within it that has them, and by name."""
+"""A module's buffers, by the submodule that has them and by name."""
 
 
 @dataclass
 class Setting:
-    """Random states and autocast, as a forward found them."""
+    """The random states and autocast that a forward starts from."""
 
     random: RandomState
     device: torch.device
@@ -70,7 +67,7 @@ class Setting:
 
     @classmethod
     def now(cls, tensors: list[Tensor], draws: OwnDraws) -> Setting:
-        """Return the current setting, on the device of these tensors."""
+        """Return the current setting on the device of these tensors."""
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         cast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         return cls(RandomState.now(device), device, cast, draws)
@@ -80,18 +77,16 @@ class Setting:
         """Restore the setting inside the block."""
         with preserve_random_state(self.device):
             self.random.restore()
-            with (
-                torch.autocast(self.device.type, self.cast[1], self.cast[0]),
-                self.draws.reenter_spans(self._spans),
-            ):
+            autocast = torch.autocast(self.device.type, self.cast[1], self.cast[0])
+            with autocast, self.draws.reenter_spans(self._spans):
                 yield
 
 
 class WrittenState:
-    """The buffers of a module whose forwards run twice: the second begins with what the first found.
+    """The buffers of a module whose forwards run twice: the second run starts from what the first one found.
 
-    A forward clones those of the modules within it that an earlier one wrote into; the first forward clones all. Of a
-    BatchNorm only the counter's version shows that it was written: torch's kernel moves the statistics unseen.
+    The first forward clones all buffers, later ones those of the submodules that an earlier forward wrote into. A whole
+    submodule counts, since torch's kernel updates a BatchNorm's statistics without raising their version.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -108,7 +103,7 @@ class WrittenState:
 
     @contextmanager
     def first(self) -> Iterator[Buffers]:
-        """Return what the forward inside the block starts from."""
+        """Yield the buffers that the forward inside the block starts from."""
         found = self._now()
         versions = {key: buffer._version for key, buffer in found.items()}
         start = {
@@ -130,7 +125,7 @@ class WrittenState:
 
     @contextmanager
     def begin_again(self, start: Buffers) -> Iterator[None]:
-        """Let the module work on what was there; afterwards it has again what it has now."""
+        """Let the module work on `start` inside the block, and restore its present buffers afterwards."""
         now = self._now()
         _put(start)
         try:
@@ -144,9 +139,6 @@ def _put(buffers: Buffers) -> None:
         module._buffers[name] = buffer
 
 
-# ---------------------------------------------------------------- a call
-
-
 class Saved:
     """The place of a tensor that autograd would have saved: empty until the call has run again."""
 
@@ -157,20 +149,14 @@ class Saved:
         self.content: PackedTensor | None = None
 
     def drop(self) -> None:
-        """Free the tensor, since it will not be needed again."""
+        """Free the tensor, which is not needed again."""
         self.call = self.content = None
 
 
 class RecomputedCall:
-    """One call of a function, which runs again for its backward.
+    """One call of a function, `run`, which runs again (as `again`, if given) for its backward.
 
-    Args:
-        run: the function, with its inputs.
-        record: the rank's recorder; None: nothing is recorded.
-        again: the same for the second time; None: as the first time.
-        state: the buffers that the second run must find and leave as they are.
-        setting: what the forward depends on besides its inputs and its module.
-        who: whose call it is, for errors.
+    The second run starts from the buffers of `state`, and in `setting`. `who` names the caller in errors.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> y = RecomputedCall(lambda: x.exp().square())()
@@ -194,17 +180,15 @@ class RecomputedCall:
         self._start: Buffers = {}
         self._places: list[ref[Saved]] = []
         self._shapes: list[torch.Size] = []
-        self.is_done = False  # whether it has run again
+        self._is_done = False  # whether it has run again
         self._is_running = True  # for the first time
 
     def __call__(self) -> Any:
-        """Run the function, and keep nothing that its backward needs but its inputs."""
+        """Run the function; of what its backward needs, keep only the inputs."""
         run = self._first
         del self._first
-        begin: AbstractContextManager[Buffers] = (
-            nullcontext({}) if self._state is None else self._state.first()
-        )
-        with begin as self._start, saved_tensors_hooks(self._pack, self._unpack):
+        first: AbstractContextManager[Buffers] = self._state.first() if self._state else nullcontext({})
+        with first as self._start, saved_tensors_hooks(self._pack, self._unpack):
             result = run()
         self._is_running = False
         return result
@@ -221,8 +205,8 @@ class RecomputedCall:
         return saved.content.unpack()
 
     def again(self) -> None:
-        """Run the function again, if it has not; a pipeline calls it before it waits for a gradient."""
-        if self.is_done:
+        """Run the function a second time, if it has not; a pipeline calls this before it waits for a gradient."""
+        if self._is_done:
             return
         if self._is_running:
             raise MpkitError(
@@ -253,22 +237,17 @@ class RecomputedCall:
         for place, packed in zip(self._places, made, strict=True):
             if (saved := place()) is not None:
                 saved.content = packed
-        self.is_done = True
+        self._is_done = True
         self._places.clear()
         del self._again, self._start  # with the inputs
 
 
-# ---------------------------------------------------------------- attentions
-
-
 class AttentionAgain(TorchFunctionMode):
-    """Lets calls of `torch.nn.functional.scaled_dot_product_attention` keep only their inputs, inside the block.
+    """Let `torch.nn.functional.scaled_dot_product_attention` keep only its inputs, inside the block.
 
-    Attention takes q, k and v [batch, heads, time, width/heads], computes the scores softmax(q k^T) [batch, heads,
-    time, time], drops some of them, and weights v by them. The scores are many and cheap to compute: of the bytes that
-    a layer keeps, s b h (34 + 5 a s/h) in 16 bits, they are all of 5 a s^2 b (Korthikanti et al. 2023, section 5).
-
-    A fused kernel makes no scores in memory; then it is its output that is not kept.
+    The scores softmax(q k^T), [batch, heads, time, time], are many and cheap to compute: of the s b h (34 + 5 a s/h)
+    bytes that a layer keeps in 16 bits, they are 5 a s^2 b (Korthikanti et al. 2023, section 5). A fused kernel never
+    stores the scores; with one it is the output that is not kept.
 
     >>> q, k, v = (torch.randn(1, 1, 3, 2, requires_grad=True) for _ in range(3))
     >>> with AttentionAgain():
@@ -284,61 +263,38 @@ class AttentionAgain(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace attention; call any other function as it is."""
+        """Replace attention, unless its query is a stand-in for another rank's tensor; call other functions."""
         kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("query")
-        if (
-            func is not scaled_dot_product_attention
-            or isinstance(first, Value)
-            or not torch.is_grad_enabled()
-        ):
-            return func(*args, **kwargs)  # a stand-in for another rank's tensor has nothing to keep
+        stands_in = isinstance(args[0] if args else kwargs.get("query"), Value)
+        if func is not scaled_dot_product_attention or stands_in or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if self._record is not None:
             for tensor in tensors:
                 self._record.ledger.track(tensor, "activations")
-        setting = Setting.now(tensors, OwnDraws())
-        return RecomputedCall(
-            partial(func, *args, **kwargs), self._record, setting=setting, who="An attention"
-        )()
-
-
-# ---------------------------------------------------------------- blocks
+        run, setting = partial(func, *args, **kwargs), Setting.now(tensors, OwnDraws())
+        return RecomputedCall(run, self._record, setting=setting, who="An attention")()
 
 
 @dataclass
 class RecomputeScope:
-    """The context in which a stage's blocks are recomputed.
-
-    Attributes:
-        record: the rank's recorder.
-        modes: context managers in which a forward runs.
-        costs: FLOPs and bytes of a block's forward, by its name.
-        draws: the rank's random numbers.
-    """
+    """The context in which a stage's blocks are recomputed."""
 
     record: Recorder
-    modes: Callable[[], AbstractContextManager[Any]] = nullcontext
-    costs: Callable[[str], tuple[float, int]] = lambda _: (0.0, 0)
+    modes: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the second forward
+    costs: Callable[[str], tuple[float, int]] = lambda _: (0.0, 0)  # FLOPs and bytes of a block, by name
     draws: OwnDraws = field(default_factory=OwnDraws)
 
 
 class RecomputedBlock:
-    """A block of the model that is recomputed from now on.
-
-    Attributes:
-        scope: the context of its stage; None outside of training, where the block computes as usual.
-    """
+    """A block of the model that is recomputed from now on."""
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block
-        self.scope: RecomputeScope | None = None
+        self.scope: RecomputeScope | None = None  # outside training, the block computes as usual
         self._state = WrittenState(block)
+        self._who = f"{name} ({type(block).__name__})"
         block.forward = self._wrap(block.forward)  # within its hooks, which run once
-
-    @property
-    def _who(self) -> str:
-        return f"{self.name} ({type(self.block).__name__})"
 
     def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -365,10 +321,8 @@ class RecomputedBlock:
 
         def again() -> None:
             check_unwritten("a layer after it")
-            flops, nbytes = scope.costs(self.name)
-            op = record.begin(
-                Kind.RECOMPUTE, self.name, stage=stage, microbatch=m, flops=flops, nbytes=nbytes
-            )
+            n, (flops, nbytes) = self.name, scope.costs(self.name)
+            op = record.begin(Kind.RECOMPUTE, n, stage=stage, microbatch=m, flops=flops, nbytes=nbytes)
             again_args, again_kwargs = rebuild(shape, leaves)  # in new containers: a block may change those
             with scope.modes():
                 inner(*again_args, **again_kwargs)
@@ -390,7 +344,7 @@ class RecomputedBlock:
 def _without_caches(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a block's arguments without transformers' caches, into which a second forward would write again."""
+    """Return a block's arguments without transformers' caches, which a second forward would write into again."""
     names = list(inspect.signature(forward).parameters)
     args = tuple(None if name in CACHES else arg for name, arg in zip_longest(names[: len(args)], args))
     kwargs = kwargs | {key: None for key in CACHES if key in kwargs}
@@ -411,9 +365,9 @@ def chosen_blocks(recompute: str, blocks: dict[str, nn.Module]) -> dict[str, nn.
 def recompute_blocks(
     model: nn.Module, recompute: str, partition: PartitionedModel | None
 ) -> list[RecomputedBlock]:
-    """Let the blocks that a plan chooses be recomputed from now on.
+    """Recompute the blocks that a plan chooses from now on.
 
-    A block that a pipeline cuts through (an *opened* block) is not recomputed itself, but the pieces that it calls are.
+    Where a pipeline cuts through a block (an *opened* block), the pieces that it calls are recomputed instead.
     """
     chosen: dict[str, nn.Module] = {}
     for name, block in chosen_blocks(recompute, repeated_blocks(model)).items():

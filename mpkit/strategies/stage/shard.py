@@ -1,9 +1,9 @@
 """Shard: the part of a whole parameter that a rank of a tensor-parallel or expert-parallel group holds.
 
 A column-parallel linear layer divides its output features, a row-parallel one its input features, an embedding its
-vocabulary, expert parallelism the experts: one dimension of the parameter. A rank holds one range of it, or several
-where layers were fused (the q, k and v of a fused projection). Widths that are no multiple of the number of ranks make
-uneven shards. Experts can be divided along two axes: the experts along ep, and the features of each along tp.
+vocabulary, expert parallelism the experts: one dimension of the parameter. A rank holds one range of it, or several if
+layers were fused (q, k and v in one projection). Shards are uneven if the number of ranks does not divide the width.
+Experts can be divided along two axes: the experts along ep, and the features of each along tp.
 
     W, whole (6 x 3)              dim 0, t = 2: rank 0 has rows 0 to 2, rank 1 rows 3 to 5
     q k v in one, (3h x h)        dim 0: rank 0 has the first half of the rows of q, of k and of v
@@ -24,7 +24,7 @@ from mpkit.strategies.models.own_draws import OwnDraws
 
 
 def evenly(count: int, t: int) -> list[range]:
-    """Divide `count` things into t ranges, the first ones longer by one where t does not divide it.
+    """Divide `count` things into t ranges; if t does not divide it, the first ones are longer by one.
 
     >>> evenly(5, 2)
     [range(0, 3), range(3, 5)]
@@ -35,13 +35,7 @@ def evenly(count: int, t: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The local part of a whole parameter.
-
-    Attributes:
-        whole: shape of the whole parameter.
-        dim: the dimension that is divided.
-        ranges: the local ranges of that dimension, in order; concatenated they are the local parameter.
-        across: another dimension of the same parameter that is divided too; None: no other is.
+    """The local part of a whole parameter: its ranges of one dimension, concatenated.
 
     >>> shard = Shard((6, 2), 0, (range(0, 1), range(3, 4)))
     >>> shard.take(torch.arange(12).view(6, 2))
@@ -54,10 +48,10 @@ class Shard:
             [7]])
     """
 
-    whole: tuple[int, ...]
+    whole: tuple[int, ...]  # shape of the whole parameter
     dim: int
     ranges: tuple[range, ...]
-    across: Shard | None = None
+    across: Shard | None = None  # of another dimension that is divided too
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,7 +71,7 @@ class Shard:
 
     @property
     def axis_name(self) -> str:
-        """What the ranges count: "rows", "columns", or of a vector "elements"; of experts' [E, rows, columns] too."""
+        """What the ranges count: "rows", "columns", or "elements" of a vector; also for experts' [E, rows, columns]."""
         matrix = self.dim - (len(self.whole) == 3)
         return "elements" if len(self.whole) == 1 else "columns" if matrix == 1 else "rows"
 
@@ -105,9 +99,9 @@ class ShardedModel:
     Attributes:
         shards: the parts of divided parameters, by every name that a parameter has; other parameters are absent.
         partial: names of parameters that tp leaves whole, whose gradients are partial sums on each of its ranks.
-        plan: the plan that was applied, with the model's own names.
+        plan: the applied plan, with the model's own names.
         draws: where this rank draws random numbers of its own.
-        along: the axis of each part that does not lie along tp, by the same names: "ep" of experts.
+        along: the axis of shards that do not lie along tp, by the same names: "ep" for experts.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)
@@ -127,23 +121,16 @@ class ShardedModel:
 
 
 Place: TypeAlias = tuple[Any, ...]
-"""The whole shape, the ranges by divided dimension with the outermost last, and the first element."""
+"""The whole shape, the ranges by divided dimension (the outermost last), and the first element."""
 
 
 class HeldPart(NamedTuple):
-    """What a rank holds of a tensor: elements of its local part, flattened, from `start` on (ZeRO).
+    """What a rank holds of a tensor: elements of its local part, flattened, from `start` on (ZeRO)."""
 
-    Attributes:
-        tensor: those elements, in one dimension.
-        whole: the shape of the whole tensor.
-        start: index of the first one in the local part.
-        shard: the part of the whole tensor that is local; None if all of it is.
-    """
-
-    tensor: Tensor
-    whole: tuple[int, ...]
+    tensor: Tensor  # those elements, in one dimension
+    whole: tuple[int, ...]  # shape of the whole tensor
     start: int = 0
-    shard: Shard | None = None
+    shard: Shard | None = None  # the local part; None if all of the tensor is
 
     @classmethod
     def of_shard(cls, shard: Shard, local: Tensor) -> HeldPart:
@@ -152,7 +139,7 @@ class HeldPart(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where it lies, in numbers.
+        """The place of the elements, in numbers.
 
         >>> HeldPart(torch.zeros(3), (4, 2), 1, Shard((4, 2), 0, (range(2, 4),))).place
         ((4, 2), ((0, ((2, 4),)),), 1)
@@ -170,8 +157,7 @@ class HeldPart(NamedTuple):
 
 
 def put_together(parts: Sequence[HeldPart]) -> Tensor:
-    """Assemble the whole tensor from parts that together cover it; it is 0 where none does, and the last one's value
-    where several do.
+    """Assemble a whole tensor from its parts; it is 0 where no part is, and the last one's value where several are.
 
     >>> put_together([HeldPart(torch.full((2,), float(i)), (2, 2), 2 * i) for i in range(2)])
     tensor([[0., 0.],
@@ -192,12 +178,7 @@ def put_together(parts: Sequence[HeldPart]) -> Tensor:
 def put_together_by_name(
     names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | HeldPart]]
 ) -> dict[str, Tensor]:
-    """Assemble a state dict from what each rank has of it.
-
-    Args:
-        names: the names of its entries, in order.
-        ranks: each rank's whole tensors, every one of which some rank has, and parts that together cover a tensor.
-    """
+    """Assemble the named entries of a state dict from each rank's whole tensors, and parts that cover the others."""
     state: dict[str, Tensor] = {}
     parts: dict[str, list[HeldPart]] = {}
     for mine in ranks:

@@ -1,39 +1,29 @@
 """The backward in two halves, which can be scheduled separately, as zero-bubble schedules do.
 
     I   the gradients of a stage's inputs, which the stage before waits for
-    W   the gradients of its weights, which nobody waits for
+    W   the gradients of its weights, which no stage waits for
 
 In autograd's graph a linear layer, y = x A + b, is a node with an edge to x and edges to A and b. The backward calls
-the node with the gradient of y, and it computes only what its edges are asked for. So
+the node with the gradient of y, and the node computes the gradients of the requested edges only. So
 
-    cut      the nodes on the way to the inputs are the *path*, and those of them with edges to weights the *frontier*
-             (`mpkit.strategies.stage.split_backward`)
-    I        the backward follows the path down to the inputs; the gradient that arrives at each frontier node is kept
-    let go   what the other nodes of the path had saved is released, since nobody needs it any more: an attention's
-             scores, a GELU's input; a linear layer's input stays
-    W        each node of the frontier is called again with the gradient that was kept, for its edges to weights
+    cut      the nodes that lead to the inputs are the *path*; those of them with edges to weights, the *frontier*
+    I        the backward follows the path down to the inputs, and keeps the gradient that reaches each frontier node
+    let go   the other nodes of the path release what they saved: an attention's scores, a GELU's input; a linear
+             layer's input stays
+    W        each frontier node is called again with its kept gradient, for its edges to weights
 
     x ──── layer 1 ──── gelu ──── layer 2 ──── y       path, gone down in I
               │                      │                 frontier: layer 1 and layer 2
              A, b                   A, b               edges to weights, in W
 
-No product is computed twice, and none in the wrong half. An exception is a weight that the path leads to by one edge
-from two places, such as a bias used twice: its gradients are summed where they meet, in I, and W adds the sum to
-`.grad`. A stage whose inputs need no gradient, such as the first one, has no path to them; there the nodes that lead
-to more than one weight serve as the path.
+No product is computed twice, and none in the wrong half, with one exception: gradients of a weight that meet in one
+edge off the path, such as those of a bias used twice (*met*), are summed in I, and W adds the sum to `.grad`. If a
+stage's inputs need no gradient, as in the first stage, the nodes that lead to several weights serve as the path.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 1.
 
-The cut through the graph of a forward that lets its backward be done in two halves.
-
-    path       the nodes that lead to the inputs, along which the gradient is propagated first
-    frontier   those nodes of the path that also have edges off the path, to weights
-    met        weights whose gradients arrive from several places and meet off the path: they have to be summed at once
-
-A set of weights is represented by an integer with one bit per weight.
+An integer with one bit per weight represents a set of weights.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,11 +46,11 @@ class GraphCut:
 
     Attributes:
         path: the nodes that lead to the inputs.
-        used: by node, which of its outputs were used.
-        frontier: by node of the path, its edges to weights, from the outputs down.
-        own: by node of the frontier, those weights, if no other edge from the path leads to them.
-        ends: nodes of the frontier below which no gradient is wanted: autograd calls only the hooks there.
-        beside: outputs that are not on the path at all: their number, and the edge where their gradient goes on.
+        used: the numbers of each node's outputs that were used.
+        frontier: the edges to weights of each frontier node, from the outputs down.
+        own: those weights, by frontier node, if no other edge from the path leads to them.
+        ends: frontier nodes below which no gradient is wanted: autograd calls only the hooks there.
+        beside: outputs that are not on the path: their numbers, and the edges where their gradients go on.
         met: the weights whose gradients from several places meet in one edge.
     """
 
@@ -69,7 +59,7 @@ class GraphCut:
         # ---- path
         leads, leaves, path = _lead(below, inputs)
         self.path = path or {node: None for node in below if leads[node].bit_count() > 1}
-        # ---- edges, to be used or left by
+        # ---- edges: used, and leaving the path
         self.used: defaultdict[Node, set[int]] = defaultdict(set)
         above: defaultdict[Node, set[Node | None]] = defaultdict(set)
         for root in roots:
@@ -109,7 +99,7 @@ class GraphCut:
 def _lead(
     below: dict[Node, list[tuple[Node, int]]], inputs: Sequence[Tensor]
 ) -> tuple[dict[Node, int], list[Node], dict[Node, None]]:
-    """Return the weights each node leads to; those weights' nodes, by number; and the nodes that lead to the inputs."""
+    """Return the weights that each node leads to, the weights' own nodes, and the nodes that lead to the inputs."""
     ids = {id(tensor) for tensor in inputs}
     leads: dict[Node, int] = {}
     leaves: list[Node] = []
@@ -150,11 +140,7 @@ def _all(sets: Iterable[int]) -> int:
 
 
 def _bits(weights: int) -> Iterator[int]:
-    """Yield the numbers in a set.
-
-    >>> list(_bits(0b1010))
-    [1, 3]
-    """
+    """Yield the numbers in a set: 1 and 3 of 0b1010."""
     while weights:
         lowest = weights & -weights
         yield lowest.bit_length() - 1
@@ -162,7 +148,7 @@ def _bits(weights: int) -> Iterator[int]:
 
 
 def _nodes_below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
-    """Return every node that the roots lead to, with its edges, after all nodes that it leads to."""
+    """Return the edges of every node that the roots lead to, each after all nodes that it leads to."""
     edges: dict[Node, list[tuple[Node, int]]] = {}
     edges_below: dict[Node, list[tuple[Node, int]]] = {}
     todo = list(roots)
@@ -179,7 +165,7 @@ def _nodes_below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
 def _meeting_weights(
     crossing: list[GradientEdge], leads: dict[Node, int], above: dict[Node, set[Node | None]]
 ) -> int:
-    """Return the weights whose gradients meet up to the end of the path, and those that share an edge with them."""
+    """Return the weights whose gradients meet before the path ends, and those that share an edge with them."""
     met = 0
     for edge in crossing:
         if len(above[edge.node]) > 1:
@@ -195,20 +181,13 @@ def _meeting_weights(
 
 @dataclass
 class _Part:
-    """A node of the frontier, and the gradients to call it with, by number of its output.
-
-    Attributes:
-        edges: the node's edges that lead to weights.
-        own: those weights, if no other node leads to them; else empty.
-        hooked: whether the gradients have already passed through the hooks that users put on tensors; otherwise they do
-            so now.
-    """
+    """A frontier node, with what to call it with."""
 
     node: Node
-    gradients: dict[int, Tensor]
-    edges: list[GradientEdge]
-    own: list[Tensor]
-    hooked: bool
+    gradients: dict[int, Tensor]  # by number of the node's output
+    edges: list[GradientEdge]  # those that lead to weights
+    own: list[Tensor]  # those weights, if no other node leads to them; else empty
+    hooked: bool  # the gradients have already passed through the hooks that users put on tensors
 
     def run(self) -> None:
         """Add to the weights' gradients."""
@@ -217,7 +196,7 @@ class _Part:
         handle = self.node.register_prehook(_replace_gradients(self.gradients)) if self.hooked else None
         if self.own:
             torch.autograd.backward(outputs, gradients, inputs=self.own)
-        else:  # the path from here may lead to the same weights: stop at its end
+        else:  # the path may lead from here to the same weights: stop where it ends
             grads = torch.autograd.grad(outputs, self.edges, gradients, allow_unused=True)
             _add_to_weights(self.edges, grads)
         if handle is not None:
@@ -226,24 +205,18 @@ class _Part:
 
 @dataclass
 class WeightGrads:
-    """The work of W, ready to run.
+    """The work of W, ready to run."""
 
-    Attributes:
-        parts: nodes of the frontier, from the outputs down.
-        sums: gradients that are known already, each with the edge where it goes on.
-    """
-
-    parts: list[_Part] = field(default_factory=list)
-    sums: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)  # from the outputs down
+    sums: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)  # gradients, and where they go on
 
     def held_gradients(self) -> list[Tensor]:
         """Return the gradients that are kept until W."""
-        return [gradient for part in self.parts for gradient in part.gradients.values()] + [
-            gradient for _, gradient in self.sums
-        ]
+        of_parts = [gradient for part in self.parts for gradient in part.gradients.values()]
+        return of_parts + [gradient for _, gradient in self.sums]
 
     def run(self) -> None:
-        """Add the weights' gradients to their `.grad`, and release what was saved for that on the way."""
+        """Add the weights' gradients to their `.grad`, releasing on the way what was saved for them."""
         for edge, gradient in self.sums:
             _add_to_weights([edge], [gradient])
         self.sums.clear()
@@ -260,10 +233,7 @@ def input_grads(
     Args:
         outputs: those outputs of the stage's forward that require a gradient, or their edges.
         gradients: the gradient of the loss for each of them.
-        inputs: leaves that require a gradient.
-
-    Returns:
-        The gradient of each input, None where the outputs do not depend on it; and the work of W.
+        inputs: leaves that require a gradient, which is None if the outputs do not depend on them.
 
     >>> x, layer = torch.ones(1, 2, requires_grad=True), torch.nn.Linear(2, 2, bias=False)
     >>> _ = torch.nn.init.eye_(layer.weight)
@@ -284,10 +254,9 @@ def input_grads(
     met = [GradientEdge(leaf, 0) for leaf in cut.met]
     # ---- I
     wanted: list[Any] = [*inputs, *edges, *met]
+    again = bool(cut.frontier or cut.beside)
     grads: Iterator[Tensor | None] = iter(
-        torch.autograd.grad(
-            outputs, wanted, gradients, retain_graph=bool(cut.frontier or cut.beside), allow_unused=True
-        )
+        torch.autograd.grad(outputs, wanted, gradients, retain_graph=again, allow_unused=True)
         if wanted
         else ()
     )
@@ -300,7 +269,7 @@ def input_grads(
     sums = [(edge, gradient) for edge, gradient in zip(met, grads, strict=True) if gradient is not None]
     sums += [(edge, gradients[i]) for i, edge in cut.beside]
     # ---- let go
-    for node in cut.path if cut.frontier or cut.beside else ():
+    for node in cut.path if again else ():
         if node not in kept:
             _let_go(node)
     parts = [
@@ -319,15 +288,13 @@ def _replace_gradients(
 
 def _add_to_weights(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Propagate gradients from the end of the path to the weights, mostly through a transposition."""
-    pairs = [
-        (edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None
-    ]
+    pairs = [(edge, g) for edge, g in zip(edges, gradients, strict=True) if g is not None]
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs], retain_graph=True)
 
 
 def _let_go(node: Node) -> None:
-    """Drop what the node saved, since it is not called again."""
+    """Drop what a node saved that is not called again."""
     for name in _saved_by(type(node)):
         saved_values = getattr(node, name)
         for saved in saved_values if isinstance(saved_values, tuple) else (saved_values,):

@@ -1,7 +1,5 @@
 """Stage: a contiguous part of the model on a device; how a layer is called, and what is copied to the device for it."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,29 +22,16 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stage:
-    """Some layers of a chain, on a device.
+    """Some layers of a chain, on a device; `in_place` if one writes into its inputs.
 
-    Attributes:
-        number: the stage's number.
-        layers: the layers, in order, by name.
-        names: the layers' names in the model.
-        sharded: which of its parameters are shards of the model's.
-        blocks: the model's repeated blocks, in this stage or not.
-        recomputed: blocks of this stage that are recomputed in the backward.
-        in_place: whether a layer writes into its inputs.
+    `blocks` are the model's repeated blocks, in this stage or not, and `spans` those in which each layer begins.
     """
 
     def __init__(
-        self,
-        number: int,
-        layers: list[tuple[str, nn.Module]],
-        device: torch.device,
-        *,
-        in_place: bool = False,
-        sharded: ShardedModel | None = None,
-        blocks: Collection[nn.Module] | None = None,
+        self, number: int, layers: list[tuple[str, nn.Module]], device: torch.device, *, in_place: bool = False,
+        sharded: ShardedModel | None = None, blocks: Collection[nn.Module] | None = None,
         spans: Sequence[tuple[str, ...]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.number = number
         self.sharded = sharded or ShardedModel()
         self.names = [name for name, _ in layers]
@@ -60,7 +45,7 @@ class Stage:
         self._spans = [()] * len(layers) if spans is None else spans
 
     def seeded_layers(self, draws: Draws) -> Iterator[nn.Module]:
-        """Yield the layers in order, each as soon as its random numbers are seeded."""
+        """Yield the layers in order, each with its random numbers seeded."""
         for i, layer in enumerate(self.layers):
             if self._draws[i]:
                 draws.begin(self.names[i], self._spans[i])
@@ -68,7 +53,7 @@ class Stage:
 
     @contextmanager
     def recompute_blocks(self, scope: RecomputeScope) -> Iterator[None]:
-        """Let recomputed blocks keep only their inputs, for forwards inside the block."""
+        """Let the stage's recomputed blocks keep only their inputs, inside the `with` block."""
         for block in self.recomputed:
             block.scope = scope
         try:
@@ -84,10 +69,8 @@ class Stage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return parameters and buffers by the model's own names, on the CPU."""
-        return {
-            name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in self.live_state().items()
-        }
+        live = self.live_state().items()
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in live}
 
     def live_state(self) -> dict[str, Any]:
         """Return the parameters and buffers themselves, by the model's own names; a module's extra state as it is."""
@@ -98,7 +81,7 @@ class Stage:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a tensor, or the tensors that a value holds, to the dtype where they are of floating point."""
+    """Cast a tensor, or the tensors inside a value, to the dtype if they are of floating point."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     flat, shape = flatten(value)
@@ -106,21 +89,21 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's parameters and buffers to 16 bits where they are of floating point.
+    """Cast a module's floating-point parameters and buffers to 16 bits.
 
-    What is complex stays, as in `nn.Module.half`; `nn.Module.to` would drop its imaginary part.
+    Complex ones stay, as in `nn.Module.half`; `nn.Module.to` would drop their imaginary parts.
     """
     module.half() if dtype == torch.float16 else module.bfloat16()
 
 
 def call(layer: nn.Module, value: Any, *, first: bool) -> Any:
-    """Call a layer: the model's first with its inputs by position or name, any other with the previous output."""
+    """Call a layer: the first one with the model's inputs by position or name, others with the previous output."""
     args, kwargs = arguments_of(value, first=first)
     return layer(*args, **kwargs)
 
 
 def arguments_of(value: Any, *, first: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments by which a layer is called, by position and by name.
+    """Return the arguments that a layer is called with, by position and by name.
 
     >>> arguments_of({"tokens": 1}, first=True), arguments_of((1, 2), first=True), arguments_of((1, 2), first=False)
     (((), {'tokens': 1}), ((1, 2), {}), (((1, 2),), {}))
@@ -131,7 +114,7 @@ def arguments_of(value: Any, *, first: bool) -> tuple[tuple[Any, ...], dict[str,
 
 
 def onto_device(value: Value, device: torch.device, record: Recorder) -> Value:
-    """Return a copy on the device, which a layer may write into; the copy is recorded, and counted as activations."""
+    """Return a copy on the device that a layer may write into; record it, and count it as activations."""
     copies = device.type != "cpu"
     nbytes = sum(tensor.nbytes for tensor in leaves(value))
     op = record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1

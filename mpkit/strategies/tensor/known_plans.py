@@ -1,13 +1,13 @@
-"""Tensor plans of models that are known by name, and of chains of linear layers.
+"""Tensor plans of known models, and of chains of linear layers.
 
-    known    blocks by the name of their class, wherever they are in the model (`blocks.toml`)
+    known    blocks by the name of their class, anywhere in the model (`blocks.toml`)
     own      the plan that a transformers model brings with it (see below)
     pairs    Linear, activation, Linear in an nn.Sequential, such as the kit's MLP: column and row
     alone    layers without a partner: a column layer whose output is gathered
 
 For an unknown model, the error shows a plan to paste.
 
-The styles of a transformers model's own plan; transformers is not imported:
+The styles of a transformers model's own plan (transformers is not imported):
 
     colwise, packed_colwise        a column layer; the packed one has two sections, such as gate and up
     rowwise                        the row layer of the same module: one region with its column layers
@@ -19,8 +19,6 @@ The styles of a transformers model's own plan; transformers is not imported:
 
 Source: transformers, `base_model_tp_plan` of a config and `_tp_plan` of a model.
 """
-
-from __future__ import annotations
 
 import re
 import tomllib
@@ -34,6 +32,7 @@ from torch import nn
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.models.chain import is_chain, layers_of
+from mpkit.strategies.models.networks import Hidden
 from mpkit.strategies.tensor.region import is_linear
 
 ELEMENTWISE = (
@@ -45,7 +44,7 @@ ELEMENTWISE = (
 
 
 class KnownClasses(NamedTuple):
-    """Regions, embeddings, heads and the ends of a divided sequence, by the name of a class (`blocks.toml`)."""
+    """Regions, embeddings, heads and the ends of a divided sequence, by the name of a class."""
 
     blocks: dict[str, list[Region]]
     embeddings: dict[str, str]
@@ -55,7 +54,7 @@ class KnownClasses(NamedTuple):
 
 @cache
 def known_classes() -> KnownClasses:
-    """Return what `blocks.toml` says."""
+    """Read `blocks.toml`."""
     table: Any = tomllib.loads(Path(__file__).with_name("blocks.toml").read_text("utf-8"))
     blocks = {kind: list(map(_region, each["regions"])) for each in table["block"] for kind in each["of"]}
     return KnownClasses(blocks, table["embeddings"], table["heads"], table["sequences"])
@@ -85,17 +84,16 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
         kinds = _kinds(module)
         # ---- known
         for kind in kinds:
-            here = [_region_below(name, region) for region in known.blocks.get(kind, ())]
-            regions += [
-                region for region in here if region.column[0] in modules or region.column[0] in parameters
-            ]  # an MLP, or experts instead
+            here = (_region_below(name, region) for region in known.blocks.get(kind, ()))
+            # An MLP, or experts in its place.
+            regions += [each for each in here if each.column[0] in modules or each.column[0] in parameters]
             if kind in known.embeddings:
                 embeddings.append(_join(name, known.embeddings[kind]))
             if kind in known.heads:
                 head = _join(name, known.heads[kind])
             if kind in known.sequences:
-                first, last = (_join(name, _in_list(module, end)) for end in known.sequences[kind])
-                sequence = (first, last)
+                first, last = known.sequences[kind]
+                sequence = (_join(name, _in_list(module, first)), _join(name, _in_list(module, last)))
     # ---- own
     if regions and head is None:
         head, embeddings = find_head(model, embeddings)
@@ -114,7 +112,7 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """Return the names of a module's class and its base classes, without and with their module."""
+    """Return the names of a module's class and its bases, without and with the module that defines them."""
     classes = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
     return [name for kind in classes for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")]
 
@@ -133,13 +131,13 @@ def _region_below(prefix: str, region: Region) -> Region:
 
 
 def _in_list(module: nn.Module, name: str) -> str:
-    """Return the name with -1 replaced by the number of the last module in the list."""
+    """Replace -1 by the number of the last module in the list."""
     path, _, last = name.rpartition(".")
     return f"{path}.{len(list(module.get_submodule(path).children())) - 1}" if last == "-1" else name
 
 
 def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
-    """Return the regions, with those of equal layers merged into one with `*`."""
+    """Merge the regions of equal layers into one with `*`."""
     alike: dict[Region, list[Region]] = {}
     for region in regions:
         alike.setdefault(_star_names(region), []).append(region)
@@ -152,23 +150,20 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
 
 
 def _star_names(region: Region) -> Region:
-    """Return the region with `*` for the number of the layer, if all of its names contain that."""
+    """Replace the number of the layer by `*`, if all of the region's names contain it."""
     layer = re.match(r"(?:[^.]*?\.)*?[^.]*?(\d+)(?=\.|$)", region.entry)
-    if layer is None:
+    rows = () if region.row is None else (region.row,)
+    names = (region.entry, *region.column, *rows, *region.per_head)
+    if layer is None or not all(f"{name}.".startswith(f"{layer[0]}.") for name in names):
         return region
-    prefix, star = layer[0], f"{layer[0].removesuffix(layer[1])}*"
-    names = [
-        region.entry, *region.column, *([region.row] if region.row is not None else []), *region.per_head
-    ]  # fmt: skip
-    if not all(f"{name}.".startswith(f"{prefix}.") for name in names):
-        return region
-    entry, *others = (star + name.removeprefix(prefix) for name in names)
-    column, others = others[: len(region.column)], others[len(region.column) :]
-    row = others.pop(0) if region.row is not None else None
-    return replace(region, entry=entry, column=tuple(column), row=row, per_head=tuple(others))
+    star = f"{layer[0].removesuffix(layer[1])}*"
+    new = {name: star + name.removeprefix(layer[0]) for name in names}
+    column, per_head = (tuple(new[name] for name in each) for each in (region.column, region.per_head))
+    row = None if region.row is None else new[region.row]
+    return replace(region, entry=new[region.entry], column=column, row=row, per_head=per_head)
 
 
-# ---- pairs, and what is alone -------------------------------------------------------------------------------
+# ---- pairs, and layers alone --------------------------------------------------------------------------------
 
 
 def _pairs(model: nn.Module) -> Iterator[Region]:
@@ -204,10 +199,8 @@ def _chains(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
         inside.update(_join(name, inner) for inner, _ in module.named_modules())
         for inner, layer in layers_of(module) if len(list(module.children())) else []:
             path = _join(name, inner)
-            if "mpkit.strategies.models.networks.Hidden" in _kinds(
-                layer
-            ):  # a linear layer, and its activation
-                steps += [(f"{path}.linear", layer.linear), (path, nn.GELU())]  # type: ignore[list-item]
+            if isinstance(layer, Hidden):  # a linear layer, and its activation
+                steps += [(f"{path}.linear", layer.linear), (path, nn.GELU())]
             else:
                 steps.append((path, layer))
         yield steps
@@ -238,25 +231,20 @@ def _unknown(model: nn.Module) -> str:
         more = f", head={heads[0]!r}, embeddings={tuple(tied)!r}"
     return (
         f"No TensorPlan is known for {kind}, only for {known}. This one divides each of its linear layers by outputs, "
-        "and gathers these, which is right and slow:\n"
-        f"mk.tensor.TensorPlan((\n{lines}){more})\n"
+        f"and gathers these, which is right and slow:\nmk.tensor.TensorPlan((\n{lines}){more})\n"
         "Where one layer's outputs go, feature by feature, to another one, make the two a region, "
         "mk.tensor.Region(entry, column=(first,), row=second), and nothing is gathered in between; "
-        "an attention is divided by "
-        "heads=."
+        "an attention is divided by heads=."
     )
 
 
-COLUMN = {"colwise": (1,), "packed_colwise": (1, 1)}
-"""The sections of a column layer, by its style."""
+COLUMN = {"colwise": (1,), "packed_colwise": (1, 1)}  # the sections of a column layer, by its style
 KNOWN = {
     *COLUMN, "rowwise", "colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "embedding_rowwise",
     "replicated_with_grad_allreduce",
 }  # fmt: skip
-HEAD_COUNTS = (
-    "config.num_key_value_heads", "config.num_attention_heads", "num_key_value_heads", "num_heads",
-)  # fmt: skip
-"""Attributes in which an attention may say how many heads can be divided."""
+# Attributes in which an attention may say how many heads can be divided.
+HEAD_COUNTS = ("config.num_key_value_heads", "config.num_attention_heads", "num_key_value_heads", "num_heads")
 
 
 def own_plan(model: nn.Module) -> TensorPlan | None:
@@ -295,13 +283,13 @@ def _styles(model: nn.Module, prefix: str, plan: dict[str, str]) -> dict[str, st
     for key, style in plan.items():
         if style not in KNOWN:
             raise _cannot_follow(f"says {style!r} of {key!r}, which cannot be executed here")
-        shape = re.compile(re.escape(f"{prefix}.{key}" if prefix else key).replace(r"\*", r"\d+"))
+        shape = re.compile(re.escape(_join(prefix, key)).replace(r"\*", r"\d+"))
         styles |= {name: style for name in names if shape.fullmatch(name)}
     return styles
 
 
 def _is_own(model: nn.Module, layer: str, head: str | None) -> bool:
-    """Return whether a layer can be divided: only the head may share its weight, where that is divided too."""
+    """Return whether a layer can be divided: only the head, if that is divided too, may share its weight."""
     weight = model.get_submodule(layer).weight
     sharing = [n for n, module in model.named_modules() if getattr(module, "weight", None) is weight]
     return all(name in (layer, head) for name in sharing)
@@ -310,7 +298,6 @@ def _is_own(model: nn.Module, layer: str, head: str | None) -> bool:
 def _regions(
     entry: str, leaves: dict[str, str], modules: dict[str, nn.Module], styles: dict[str, str]
 ) -> list[Region]:
-    """Return the regions of one module."""
     of = {style: [f"{entry}.{leaf}" for leaf, one in leaves.items() if one == style] for style in KNOWN}
     gathered = [Region(name, (name,)) for name in of["colwise_gather_output"]]
     columns, rows = [name for style in COLUMN for name in of[style]], of["rowwise"]
@@ -326,13 +313,12 @@ def _regions(
     _check_whole(entry, module, styles)
     attends = "attention" in type(module).__name__.lower() or hasattr(module, "head_dim")
     heads = _heads(module) if attends else None
-    routed = styles.get(entry) == "moe_tp_experts"
-    inputs = ("top_k_weights",) if routed else ()
+    inputs = ("top_k_weights",) if styles.get(entry) == "moe_tp_experts" else ()
     return [*gathered, Region(entry, tuple(columns), rows[0], heads, sections.pop(), inputs=inputs)]
 
 
 def _heads(module: nn.Module) -> str | None:
-    """Return the attribute that says how many heads, or groups of heads that share a key, there are."""
+    """Return the path of the number of heads, or of groups of heads that share a key."""
     for path in HEAD_COUNTS:
         value: Any = module
         for part in path.split("."):
@@ -344,11 +330,9 @@ def _heads(module: nn.Module) -> str | None:
 
 def _check_whole(entry: str, module: nn.Module, styles: dict[str, str]) -> None:
     """Check that every parameter within a region has a style, which says whether its gradients are partial sums."""
+    named = styles.keys() if styles.get(entry) == "moe_tp_experts" else styles.keys() - {entry}
     for name, _ in module.named_parameters(prefix=entry):
-        layer = name.rpartition(".")[0]
-        if not any(
-            path in styles for path in (name, layer) if path != entry or styles.get(entry) == "moe_tp_experts"
-        ):
+        if not named & {name, name.rpartition(".")[0]}:
             raise _cannot_follow(f"divides layers of {entry} and does not say what becomes of {name}")
 
 
@@ -363,10 +347,7 @@ HEAD_NAMES = ("lm_head", "embed_out", "output_projection")
 
 
 def find_head(model: nn.Module, embeddings: list[str]) -> tuple[str | None, list[str]]:
-    """Return the head, and the embeddings to divide with it.
-
-    If something else shares the head's weight and cannot be divided by vocabulary, all of them stay whole.
-    """
+    """Return the head, and the embeddings to divide with it; none if its weight has another, indivisible user."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, head in modules.items():
         if name.rpartition(".")[2] not in HEAD_NAMES or not is_linear(head):

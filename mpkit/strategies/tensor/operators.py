@@ -1,11 +1,11 @@
-"""The operators around what is divided, and what each communicates in the forward and in the backward.
+"""The operators at the borders of divided layers, and what each communicates in the forward and in the backward.
 
                      forward            backward
     f                nothing            all-reduce          into a region: x is the same everywhere
     g                all-reduce         nothing             out of it: partial sums
-    f_bar            all-gather         reduce-scatter      the same two, where x and y are divided by sequence
+    f_bar            all-gather         reduce-scatter      the same two, with x and y divided by sequence
     g_bar            reduce-scatter     all-gather
-    scatter          nothing            all-gather          into what is divided by sequence: a rank takes its part
+    scatter          nothing            all-gather          into a divided sequence: a rank takes its part
     gather           all-gather         nothing             out of it
     gather_features  all-gather         nothing             the outputs of a column layer that has no row layer
 
@@ -14,14 +14,12 @@ sequence, features]; the sequence is dimension 1. An all-reduce is a reduce-scat
 pairs send the same number of bytes.
 
 `mpkit.strategies.reference.tensor.conjugates`, with `parallel_mlp` and `parallel_attention`, is all of this in plain
-PyTorch. This package adds unmodified models, divided by a plan, widths and heads that the number of ranks does not
-divide, grouped queries, overlap with the backward, tied embeddings, and dropout.
+PyTorch. This package adds a plan for unmodified models, widths and heads that the number of ranks does not divide,
+grouped queries, overlap with the backward, tied embeddings, and dropout.
 
 Sources: Shoeybi et al. 2019, figure 3; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", MLSys 2023, section 4.2.2.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -32,17 +30,17 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.communicator import Communicator
 
-# ---- what is sent, without autograd --------------------------------------------------------------------------
+# ---- communication without autograd --------------------------------------------------------------------------
 
 
 def by_parts(x: Tensor, t: int) -> Tensor:
-    """Reorder [b, s, ...] to [t b, s/t, ...]: the parts of the sequence one after another, ready to be scattered."""
+    """Reorder [b, s, ...] to [t b, s/t, ...]: the parts of the sequence one after another, to scatter them."""
     b, s = x.shape[:2]
     return x.reshape(b, t, s // t, *x.shape[2:]).transpose(0, 1).reshape(t * b, s // t, *x.shape[2:])
 
 
 def from_parts(parts: Tensor, t: int) -> Tensor:
-    """Reorder [t b, s/t, ...] to [b, s, ...]: the sequence from its parts, as they were gathered."""
+    """Reorder [t b, s/t, ...] to [b, s, ...]: the sequence from its gathered parts."""
     b, length = parts.shape[0] // t, parts.shape[1]
     return parts.view(t, b, *parts.shape[1:]).transpose(0, 1).reshape(b, t * length, *parts.shape[2:])
 
@@ -58,7 +56,7 @@ def reduced_sequence(group: Communicator, x: Tensor) -> Tensor:
 
 
 def part_of_sequence(group: Communicator, x: Tensor) -> Tensor:
-    """Return this rank's part of [b, s, ...], [b, s/t, ...], as a copy."""
+    """Copy this rank's part [b, s/t, ...] of [b, s, ...]."""
     t, s = group.size, x.shape[1] if x.dim() > 1 else 0
     if x.dim() < 2 or s % t or not s:
         raise ValueError(
@@ -99,31 +97,21 @@ def g_bar(group: Communicator, y: Tensor) -> Tensor:
 
 
 def scatter(group: Communicator, x: Tensor) -> Tensor:
-    """Enter what is divided by sequence: [b, s, h] -> [b, s/t, h].
-
-    Raises:
-        ValueError: t does not divide s.
-    """
+    """Divide the sequence: [b, s, h] -> [b, s/t, h]."""
     return conjugate(group, x, part_of_sequence, join_sequence)
 
 
 def gather(group: Communicator, x: Tensor) -> Tensor:
-    """Leave what is divided by sequence: [b, s/t, h] -> [b, s, h]."""
+    """Join the sequence: [b, s/t, h] -> [b, s, h]."""
     return conjugate(group, x, join_sequence, part_of_sequence)
 
 
 def gather_features(group: Communicator, y: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Gather [..., n_i] from each rank into [..., sum of n_i].
-
-    Args:
-        y: this rank's part.
-        sizes: n_i of each rank.
-    """
+    """Gather [..., n_i] from each rank, whose sizes are n_i, into [..., sum of n_i]."""
     return _GatherFeatures.apply(group, y, tuple(sizes))  # type: ignore[no-any-return, no-untyped-call]
 
 
 Exchange: TypeAlias = Callable[[Communicator, Tensor], Tensor]
-"""One of the functions above, or one of the two below."""
 
 
 def _identity(group: Communicator, x: Tensor) -> Tensor:
@@ -135,7 +123,7 @@ def _sum(group: Communicator, dx: Tensor) -> Tensor:
 
 
 def conjugate(group: Communicator, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """Apply an operator: one exchange in the forward, its conjugate in the backward."""
+    """Apply one exchange in the forward, and its conjugate in the backward."""
     return _Conjugate.apply(group, x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -166,7 +154,7 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Communicator, y: Tensor, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        # Only parts of one size can be gathered: shorter ones are padded, and cut again.
+        # An all-gather takes parts of one size: pad shorter ones, and cut them again.
         mine = y.movedim(-1, 0)
         short = max(sizes) - mine.shape[0]
         if short:

@@ -1,20 +1,17 @@
 """Overlap: the gradient of a region's input is reduced while the gradients of its weights are computed.
 
 y = x W^T has two gradients: dx = dy W, which has to be summed over the ranks, and dW = dy^T x, which does not. So all
-column layers of a region are one node of autograd's graph, which the first of them that is called makes; the others
-take their output from it. Its backward:
+column layers of a region are one node of autograd's graph. The layer that is called first makes it, and the others take
+their output from it. Its backward:
 
     dx         of all column layers: the sum of dy_i W_i
     start      the sum of dx over the ranks: all-reduce, or reduce-scatter
     weights    meanwhile dW_i = dy_i^T x
     wait       for the sum, in a node of its own before it: autograd adds the dW_i to their weights first
 
-Where x is divided by sequence, only this rank's part [b, s/t, h] is kept for the backward, and gathered again for dW
-while dx is computed. So a layer keeps s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et al. 2022,
-section 4.2.2 and equation 4.
+If x is divided by sequence, the backward keeps only this rank's part [b, s/t, h], and gathers x again for dW while it
+computes dx. So a layer keeps s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et al. 2022, section 4.2.2 and equation 4.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,26 +29,21 @@ class RegionInput:
     """x of a region, and the outputs of the column layers for it.
 
     Args:
-        group: the ranks of the region.
-        x: [b, s, h], or [b, s/t, h] where the sequence is divided.
-        inside: [b, s, h], what the region's modules are given: x through f, or f_bar.
+        x: [b, s, h], or [b, s/t, h] if the sequence is divided.
+        inside: [b, s, h], the input of the region's modules: x through f, or f_bar.
         layers: the region's column layers, each with whether its weight is [inputs, outputs].
         sequence: whether the sequence is divided.
-
-    Attributes:
-        inside: as given.
-        left: the column layers that have not taken their output.
     """
 
     def __init__(
         self, group: Communicator, x: Tensor, inside: Tensor, layers: dict[nn.Module, bool], *, sequence: bool
     ) -> None:
         self._group, self._x, self._layers, self._sequence = group, x, layers, sequence
-        self.inside, self.left = inside, set(layers)
+        self.inside, self.left = inside, set(layers)  # left: have not taken their output
         self._outputs: dict[nn.Module, Tensor] | None = None
 
     def take(self, layer: nn.Module) -> Tensor | None:
-        """Return y = x W^T + b of a column layer; None for one that takes it again."""
+        """Return y = x W^T + b of a column layer; None if it has taken it before."""
         if self._outputs is None:
             weights = [each for one in self._layers for each in (one.weight, one.bias)]
             pending: list[PendingWork] = []
@@ -81,12 +73,9 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        how: tuple[Communicator, bool, Sequence[bool], list[PendingWork]],
-        x: Tensor,
-        inside: Tensor,
+        ctx: Any, how: tuple[Communicator, bool, Sequence[bool], list[PendingWork]], x: Tensor, inside: Tensor,
         *weights: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.how = how
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights[::2])
@@ -104,12 +93,10 @@ class _Columns(torch.autograd.Function):
         placeholder = None
         if ctx.needs_input_grad[1]:
             dx: Any = sum(dys[i] @ (weights[i].t() if across[i] else weights[i]) for i in called)
-            started = (
-                group.reduce_scatter(by_parts(dx, group.size), async_op=True)
-                if sequence
-                else group.all_reduce(dx, async_op=True)
-            )
-            pending.append(started)
+            if sequence:
+                pending.append(group.reduce_scatter(by_parts(dx, group.size), async_op=True))
+            else:
+                pending.append(group.all_reduce(dx, async_op=True))
             placeholder = x.new_zeros(()).expand(x.shape)  # `_Wait` returns the sum
         # ---- weights
         rows = (x if again is None else from_parts(again.wait(), group.size)).flatten(0, -2)

@@ -1,6 +1,6 @@
 """A running region: f at its entry, its layers on local weights, g at its exit.
 
-    entry     a hook before the entry module: x goes through f (f_bar where the sequence is divided), and the rank's
+    entry     a hook before the entry module: x goes through f (f_bar if the sequence is divided), and the rank's
               own random numbers begin
     column    y_i = x W_i^T + b_i, with this rank's outputs only
     row       z = sum over ranks of y_i V_i^T, by g (or g_bar); the bias is added once, after it; then the random
@@ -13,24 +13,19 @@ as in torch, [outputs, inputs], so a layer is x W^T.
 Source: Shoeybi et al. 2019, section 3. The modules stay the same objects: only `forward` of the linear layers is
 replaced, on the instance.
 
-Sequence parallelism: between regions, each rank works on its part of the sequence.
-
-Layer norms, dropouts and residuals work on each token by itself, and under tensor parallelism alone all ranks would
-repeat the same work there. So
+Sequence parallelism: layer norms, dropouts and residuals between regions work on each token by itself, and under tensor
+parallelism alone all ranks would repeat the same work there. So each rank works on its part of the sequence:
 
     first module    its input is scattered: each rank takes s/t tokens
     regions         f_bar gathers the sequence, g_bar scatters the sums
-    random numbers  are drawn by each rank for its own tokens, and by all alike for what all tokens share
+    random numbers  each rank draws for its own tokens, and all draw the same ones for what all tokens share
     last module     its output is gathered
 
 The parameters there get gradients from a part of the tokens on each rank, which are summed over the ranks.
-
 `mpkit.strategies.reference.tensor.sequence_parallel` is the algorithm. This module adds any model, and dropout.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023, section 4.2.2.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -47,11 +42,10 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.own_draws import ForwardSpan, OwnDraws
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.partition.value import Value
-from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, join_sequence, scatter
+from mpkit.strategies.tensor.operators import Exchange, f, f_bar, g, g_bar, gather, join_sequence, scatter
 from mpkit.strategies.tensor.overlap import RegionInput
 
-Finish = Callable[[Tensor], Tensor]
-"""What is done with a column layer's output on this rank."""
+Finish = Callable[[Tensor], Tensor]  # applied to a column layer's output on this rank
 
 
 def is_across(layer: nn.Module) -> bool:
@@ -60,22 +54,19 @@ def is_across(layer: nn.Module) -> bool:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer computes x W^T + b when it is called.
-
-    nn.MultiheadAttention's `out_proj` does not count: it is never called, only its weights are used.
-    """
+    """Return whether a layer computes x W^T + b when called; nn.MultiheadAttention never calls its `out_proj`."""
     if isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear):
         return type(layer).forward is nn.Linear.forward or type(layer).__name__ == "FalconLinear"
     return is_across(layer)
 
 
 def is_weight(layer: object) -> bool:
-    """Return whether this is a parameter, [..., outputs, inputs], that its module multiplies by itself."""
+    """Return whether this is a parameter [..., outputs, inputs], which its own module multiplies with."""
     return isinstance(layer, nn.Parameter) and layer.dim() > 1
 
 
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Return a module's first argument, or the one that transformers' models call by this name; "" if by position."""
+    """Return name ("" if by position) and value of a module's first argument, or of transformers' hidden_states."""
     key = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
     return key, args[0] if args else kwargs.get(key)
 
@@ -91,35 +82,21 @@ class RegionAtWork:
     """One region on one rank, whose modules hold its local weights already.
 
     Args:
-        group: the ranks of the region.
-        name: name of the entry.
-        entry: the module before which f is applied.
-        columns: the column layers, each with what is done with its output.
-        row: the row layer, if there is one.
-        draws: this rank's random numbers.
+        name: name of the entry, the module before which f is applied.
+        columns: the column layers, each with a function of its output.
         sequence: whether x is divided by sequence.
         overlap: whether the backward sums dx while it computes dW; otherwise layers are plain ones.
         region: the plan's region; None for the head.
     """
 
     def __init__(
-        self,
-        group: Communicator,
-        name: str,
-        entry: nn.Module,
-        columns: dict[nn.Module, Finish],
-        row: nn.Module | None,
-        draws: OwnDraws,
-        *,
-        sequence: bool,
-        overlap: bool,
-        region: Region | None = None,
-    ) -> None:
-        self._group, self._columns = group, columns
-        self._sequence, self._region = sequence, region
-        self._overlap = overlap and bool(columns)
-        if region is not None and region.inputs:
-            self._overlap = False  # column layers have several inputs
+        self, group: Communicator, name: str, entry: nn.Module, columns: dict[nn.Module, Finish | None],
+        row: nn.Module | None, draws: OwnDraws,
+        *, sequence: bool, overlap: bool, region: Region | None = None,
+    ) -> None:  # fmt: skip
+        self._group, self._columns, self._sequence, self._region = group, columns, sequence, region
+        has_one_input = region is None or not region.inputs
+        self._overlap = overlap and bool(columns) and has_one_input
         self._draws, self._name = draws, f"{name} on {group.index}"
         self._has_row = region is not None and region.row is not None
         self._of_rows = self._has_row and row is None  # experts, which take rows of tokens
@@ -137,7 +114,7 @@ class RegionAtWork:
     # ---- entry
 
     def _enter(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass x through f: the first argument, or the one of that name; and the region's further inputs."""
+        """Pass x, and the region's further inputs, through f."""
         if self._has_row:
             args, kwargs = self._further(entry, args, kwargs)
         key, x = first_argument(args, kwargs)
@@ -146,7 +123,7 @@ class RegionAtWork:
     def _further(
         self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the arguments after x that column layers use through f; refuse others that have a gradient."""
+        """Pass the arguments after x that column layers use through f; reject others that have a gradient."""
         region = self._region
         assert region is not None
         names = list(inspect.signature(type(entry).forward).parameters)[1:]
@@ -155,7 +132,7 @@ class RegionAtWork:
         entered: dict[str, Any] = {}
         for name, value in given:
             if name in region.inputs and isinstance(value, Tensor):
-                entered[name] = self._pass_f(value)
+                entered[name] = self._apply(f, f_bar, value)
             elif name not in known and _has_gradient(value):
                 raise ValueError(
                     f"Region(entry={region.entry!r}): its argument {name} has a gradient too, of which each rank would "
@@ -169,32 +146,26 @@ class RegionAtWork:
 
     def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
         """Sum the entry's output, which is a partial sum, over the ranks."""
-        if not self._sequence:
-            z = g(self._group, y)
-        else:
-            z = g_bar(self._group, y[None])[0] if self._of_rows else g_bar(self._group, y)
+        z = self._apply(g, g_bar, y)
         self._draws.end(self._name)
         return z
 
-    def _pass_f(self, x: Tensor) -> Tensor:
-        """Apply f, or f_bar where the sequence is divided: to [b, s, h], or to rows of tokens, [T, h]."""
+    def _apply(self, plain: Exchange, by_sequence: Exchange, x: Tensor) -> Tensor:
+        """Apply f or g, or f_bar or g_bar if the sequence is divided, to [b, s, h], or to rows of tokens, [T, h]."""
         if not self._sequence:
-            return f(self._group, x)
-        return f_bar(self._group, x[None])[0] if self._of_rows else f_bar(self._group, x)
+            return plain(self._group, x)
+        return by_sequence(self._group, x[None])[0] if self._of_rows else by_sequence(self._group, x)
 
     def _begin_region(self, entry: nn.Module, x: Tensor) -> Tensor:
         self._entered = None
         if entry.training and self._has_row:
             self._draws.begin(self._name, x.device)
-        # An opened entry's column layers may be in another stage, which would then share their weights with this one.
-        overlap = self._overlap and type(x) is not Value
-        if (
-            "forward" in vars(entry) and entry not in self._columns
-        ):  # recomputed: its forward runs again without this
-            overlap = False
-        weights = [layer.weight for layer in self._columns]
-        wanted = x.requires_grad or any(weight.requires_grad for weight in weights)
-        inside = self._pass_f(x)
+        # The column layers of a `Value` may be in another stage, which would then share their weights with this one.
+        # The forward of a recomputed entry runs again without this hook.
+        is_recomputed = "forward" in vars(entry) and entry not in self._columns
+        overlap = self._overlap and type(x) is not Value and not is_recomputed
+        wanted = x.requires_grad or any(layer.weight.requires_grad for layer in self._columns)
+        inside = self._apply(f, f_bar, x)
         # Under autocast a layer computes in another precision than that of its weights.
         if overlap and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
             layers = {layer: is_across(layer) for layer in self._columns}
@@ -210,15 +181,14 @@ class RegionAtWork:
             y = entered.take(layer)
             if not entered.left:
                 self._entered = None  # and with it x, of the whole sequence
-        return self._columns[layer](_product(layer, x, layer.bias) if y is None else y)
+        y, finish = _product(layer, x, layer.bias) if y is None else y, self._columns[layer]
+        return y if finish is None else finish(y)
 
     # ---- row
 
     def _row(self, layer: nn.Module, y: Tensor) -> Tensor:
         """Apply the row layer: [..., this rank's inputs] -> [..., outputs]."""
-        partial_sum = _product(layer, y, None)
-        z = g_bar(self._group, partial_sum) if self._sequence else g(self._group, partial_sum)
-        self._draws.end(self._name)
+        z = self._leave(layer, None, _product(layer, y, None))
         bias: Any = layer.bias
         return z if bias is None else z + bias
 
@@ -238,7 +208,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def modules_between(model: nn.Module, first: str, last: str) -> set[str]:
-    """Return the names from the first module to the last, with those within each, in the order of `named_modules`."""
+    """Return the names of the modules from the first to the last, with those within each."""
     names = [name for name, _ in model.named_modules()]
     if names.index(last) < names.index(first):
         raise ValueError(
@@ -250,7 +220,7 @@ def modules_between(model: nn.Module, first: str, last: str) -> set[str]:
 
 
 def divide_sequence(model: nn.Module, group: Communicator, draws: OwnDraws, first: str, last: str) -> None:
-    """Scatter before the first module, gather after the last, and draw for this rank's tokens in between."""
+    """Scatter the sequence before the first module, gather it after the last, and draw for own tokens in between."""
     modules = dict(model.named_modules())
     name = f"sequence on {group.index}"
     draws.spans.insert(0, ForwardSpan(name, first, last))  # regions are inside
@@ -280,7 +250,7 @@ def divide_sequence(model: nn.Module, group: Communicator, draws: OwnDraws, firs
 
 
 def _outermost(names: set[str], modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Yield the modules that may draw and are in no other of these, but for chains, which are taken apart."""
+    """Yield the outermost modules that may draw, inside of containers."""
     for name in names:
         parent = name.rpartition(".")[0]
         while parent and (parent not in names or isinstance(modules[parent], CONTAINERS)):

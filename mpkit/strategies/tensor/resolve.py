@@ -1,9 +1,7 @@
-"""From a TensorPlan's patterns to a model's own layers; an error says what cannot be divided over t ranks.
+"""From a TensorPlan's patterns to a model's own layers, with errors for what t ranks cannot divide.
 
 Nothing here needs a rank: the parent process checks before any rank starts.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterator
@@ -67,7 +65,7 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
 def divide(
     width: int, t: int, heads: int | None, sections: tuple[int, ...] = (1,)
 ) -> list[tuple[range, ...]]:
-    """Return each rank's part of a layer's features: in each section whole heads, or evenly.
+    """Return each rank's part of a layer's features: each section in whole heads, or evenly.
 
     >>> divide(12, 2, heads=3)
     [(range(0, 8),), (range(8, 12),)]
@@ -86,7 +84,7 @@ def divide(
 
 
 def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
-    """Return inputs and outputs of a layer or of a parameter [..., outputs, inputs]."""
+    """Return the number of inputs and outputs of a layer or of a parameter [..., outputs, inputs]."""
     if isinstance(layer, nn.Parameter):
         return layer.shape[-1], layer.shape[-2]
     weight: Any = layer.weight
@@ -98,7 +96,7 @@ def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
 
 
 def _match_modules(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the modules that match a pattern, each with what its `*` stand for."""
+    """Return the modules that match a pattern, each with the text of each `*`."""
     if "*" not in pattern:
         _get(names, pattern)
         return [(pattern, ())]
@@ -125,8 +123,9 @@ def _expand(region: Region, names: Names) -> Iterator[Region]:
             heads = _attribute(names[entry], entry, heads)
         row = _fill(region.row, stars, region, names)
         # Not every layer has one: only the first has a relative position bias.
-        there = {_fill_name(name, stars, region): name for name in region.per_head}
-        per_head = tuple(name for name in there if name in names)
+        per_head = tuple(
+            each for name in region.per_head if (each := _fill_name(name, stars, region)) in names
+        )
         yield replace(region, entry=entry, column=column, row=row, heads=heads, per_head=per_head)
 
 
@@ -138,7 +137,6 @@ def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: Names) ->
 
 
 def _fill_name(pattern: str, stars: tuple[str, ...], region: Region) -> str:
-    """Return the name with the entry's `*` filled in."""
     parts = pattern.split("*")
     if len(parts) > len(stars) + 1:
         raise ValueError(
@@ -175,13 +173,13 @@ def _attribute(module: nn.Module, name: str, path: str) -> int:
 
 
 def _is_wide(region: Region, names: Names, t: int) -> bool:
-    """Return whether to divide a region: one with fewer outputs than ranks, and no row, stays whole."""
+    """Return whether to divide a region: without a row, and with fewer outputs than ranks, it stays whole."""
     layers = [names[name] for name in region.column]
     return region.row is not None or not any(is_linear(layer) and widths(layer)[1] < t for layer in layers)
 
 
 def _check_free(layers: tuple[str | None, ...], names: Names) -> None:
-    """Check that nobody has replaced the layers' forward."""
+    """Check that no layer's forward has been replaced."""
     for name in layers:
         if name is not None and "forward" in vars(names[name]):
             raise ValueError(
@@ -207,9 +205,8 @@ def _check_region(region: Region, names: Names, t: int) -> None:
 
     for name in region.column:
         layer = names[name]
-        if not (is_linear(layer) or is_weight(layer)) or is_weight(layer) != is_weight(
-            names.get(region.row or "")
-        ):
+        matches_row = is_weight(layer) == is_weight(names.get(region.row or ""))
+        if not (is_linear(layer) or is_weight(layer)) or not matches_row:
             raise ValueError(
                 f"{where}: {name} is a {_kind(layer)}, and what is divided by columns is a linear layer"
             )

@@ -5,7 +5,7 @@
     replace     replace each divided parameter by its part; names and modules stay
     work        set hooks and forwards: regions, embeddings, head, sequence
 
-Nothing is sent: each rank starts from the whole model, and takes its part.
+Ranks send nothing: each takes its part of the whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
@@ -34,18 +34,11 @@ from mpkit.strategies.tensor.region import (
 from mpkit.strategies.tensor.resolve import check, divide
 from mpkit.strategies.tensor.vocabulary import DividedLogits, divide_embedding
 
-__all__ = [
-    "ShardedModel",
-    "Shards",
-    "localize",
-    "partial_sums",
-    "shard_model",
-    "shards_of",
-]
+__all__ = ["ShardedModel", "Shards", "localize", "partial_sums", "shard_model", "shards_of"]
 
 
 def shards_of(model: nn.Module, group: Communicator, plan: TensorPlan) -> Shards:
-    """Return the shards of everything that the plan divides."""
+    """Return the shards of all parameters that the plan divides."""
     shards = Shards(model, group)
     for region in plan.regions:
         assert not isinstance(region.heads, str)
@@ -69,11 +62,7 @@ def weight_of(layer: str) -> str:
 
 
 class Shards:
-    """One rank's parts of a model's parameters.
-
-    Attributes:
-        found: the shards, by every name that a divided parameter has.
-    """
+    """One rank's parts of a model's parameters."""
 
     def __init__(self, model: nn.Module, group: Communicator) -> None:
         self._index, self._size = group.index, group.size
@@ -83,10 +72,10 @@ class Shards:
         for name, parameter in self._parameters.items():
             self._names.setdefault(id(parameter), []).append(name)
         self._asked: set[str] = set()
-        self.found: dict[str, Shard] = {}
+        self.found: dict[str, Shard] = {}  # by every name that a divided parameter has
 
     def add(self, name: str, dim: int, heads: int | None = None, sections: tuple[int, ...] = (1,)) -> None:
-        """Divide a dimension of a parameter, under all of its names: in whole heads, each section by itself."""
+        """Divide a dimension of a parameter, under all of its names, in whole heads, and each section by itself."""
         module, _, key = name.rpartition(".")
         self._asked.add(module)
         whole = self._parameters.get(name)
@@ -164,9 +153,7 @@ def partial_sums(model: nn.Module, plan: TensorPlan, shards: Shards, *, sequence
     """Return the whole parameters that are used on a part of the sequence or, inside of a region, of the features."""
     entries = tuple(region.entry for region in plan.regions if region.row is not None)
     after_g = {f"{region.row}.bias" for region in plan.regions}
-    on_parts: set[str] = set()
-    if sequence and plan.sequence is not None:
-        on_parts = modules_between(model, *plan.sequence)
+    on_parts = modules_between(model, *plan.sequence) if sequence and plan.sequence else set()
     names = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         module = name.rpartition(".")[0]
@@ -177,14 +164,9 @@ def partial_sums(model: nn.Module, plan: TensorPlan, shards: Shards, *, sequence
 
 
 def shard_model(
-    model: nn.Module,
-    group: Communicator,
-    plan: TensorPlan | None = None,
-    *,
-    sequence: bool = False,
-    overlap: bool = True,
-    whole: Collection[str] = (),
-) -> ShardedModel:
+    model: nn.Module, group: Communicator, plan: TensorPlan | None = None, *, sequence: bool = False,
+    overlap: bool = True, whole: Collection[str] = (),
+) -> ShardedModel:  # fmt: skip
     """Shard a model in place for the rank at `group.index`, and let its forward work together with the other ranks'.
 
     >>> from mpkit.models import GPT
@@ -196,13 +178,12 @@ def shard_model(
 
     Args:
         model: the whole model; changed in place.
-        group: the ranks, and this one's place among them.
-        plan: what to divide; None for `find_tensor_plan(model)`.
-        sequence: divide what is between regions by sequence, as the plan's `sequence` says.
-        overlap: sum the gradients of a region's input while those of its weights are computed. False where a backward
-            is split, which needs plain layers; with `sequence`, these keep their whole input for the backward, and not
-            only this rank's part of it.
-        whole: modules that the plan is not to divide.
+        plan: the layers to divide; None for `find_tensor_plan(model)`.
+        sequence: divide the layers between regions by sequence, as the plan's `sequence` says.
+        overlap: sum the gradients of a region's input while computing those of its weights. A split backward needs
+            plain layers, so False; with `sequence`, these keep their whole input for the backward, not only this
+            rank's part of it.
+        whole: modules to leave whole.
 
     Raises:
         ValueError: as for `check`.
@@ -211,9 +192,8 @@ def shard_model(
         return ShardedModel()
     # ---- resolve
     plan = _leave_whole(find_tensor_plan(model) if plan is None else plan, set(whole))
-    plan = _leave_whole(
-        check(model, group.size, plan, sequence=sequence), set(whole)
-    )  # now with the model's names
+    # Once more, now with the model's names.
+    plan = _leave_whole(check(model, group.size, plan, sequence=sequence), set(whole))
     # ---- shards
     shards = shards_of(model, group, plan)
     sums = partial_sums(model, plan, shards, sequence=sequence)
@@ -239,7 +219,7 @@ def shard_model(
 
 
 def _leave_whole(plan: TensorPlan, whole: set[str]) -> TensorPlan:
-    """Return the plan without what divides these modules."""
+    """Return the plan without these modules."""
     return replace(
         plan,
         regions=tuple(r for r in plan.regions if not whole & {r.entry, *r.column, r.row}),
@@ -248,20 +228,14 @@ def _leave_whole(plan: TensorPlan, whole: set[str]) -> TensorPlan:
     )
 
 
-def _finishes(region: Region, group: Communicator, shards: Shards) -> dict[str, Finish]:
-    """Return what is done with each column layer's outputs: they stay divided, or are gathered without a row layer."""
-    if region.row is not None:
-        return dict.fromkeys(region.column, _stay)
-    finishes: dict[str, Finish] = {}
-    for name in region.column:
+def _finishes(region: Region, group: Communicator, shards: Shards) -> dict[str, Finish | None]:
+    """Return how to gather each column layer's outputs, without a row layer; None: they stay divided."""
+    finishes: dict[str, Finish | None] = dict.fromkeys(region.column)
+    for name in region.column if region.row is None else ():
         shard = shards.found[weight_of(name)]
         sizes = [len(part) for part in evenly(shard.whole[shard.dim], group.size)]
         finishes[name] = partial(gather_features, group, sizes=sizes)
     return finishes
-
-
-def _stay(y: Tensor) -> Tensor:
-    return y
 
 
 def _divide_vocabulary(

@@ -11,10 +11,8 @@ vocabularies that the number of ranks does not divide, ignored targets, and loss
 
 Source: Shoeybi et al. 2019, end of section 3.
 
-Logits whose vocabulary is divided over ranks, behind the interface of whole logits.
-
 The user's loss is called unchanged, with the model's output. To avoid whole logits, [b, s, V], on every rank, the
-output is a tensor that reports that shape and holds this rank's part:
+output is a `DividedLogits`, a tensor that reports that shape and holds this rank's part:
 
     shape, dtype, device               those of the whole logits
     view, reshape, flatten, [:, :-1]   still divided, as long as the vocabulary stays the last dimension
@@ -39,7 +37,7 @@ from mpkit.strategies.tensor.operators import g, gather_features
 
 
 def divide_embedding(group: Communicator, embedding: nn.Embedding, mine: range, vocabulary: int) -> None:
-    """Let an embedding look up tokens of this rank's part of the vocabulary, whose vectors it holds already."""
+    """Let an embedding, which holds this rank's vectors already, look up tokens of the whole vocabulary."""
     embedding.forward = partial(_look_up, group, embedding, mine, vocabulary)  # type: ignore[method-assign]
 
 
@@ -50,16 +48,16 @@ def _look_up(
     _check_in_vocabulary(tokens, vocabulary, "Token")
     here = (tokens >= mine.start) & (tokens < mine.stop)
     local = torch.where(here, tokens - mine.start, 0)
-    nowhere = embedding.padding_idx  # whose vector has no gradient
-    padding = nowhere - mine.start if nowhere is not None and nowhere in mine else None
+    index = embedding.padding_idx  # whose vector has no gradient
+    padding = index - mine.start if index is not None and index in mine else None
     vectors = F.embedding(local, embedding.weight, padding)
     return g(group, torch.where(here[..., None], vectors, 0))
 
 
 def _check_in_vocabulary(tokens: Tensor, vocabulary: int, what: str, counts: Tensor | None = None) -> None:
-    """Reject tokens that no rank has: their vectors would be 0, and so the logits of such targets.
+    """Reject tokens that no rank has, whose vectors, and logits as targets, would be 0.
 
-    On a GPU the device stops the program, as torch's own lookup does, since looking at values would wait for it.
+    On a GPU the device stops the program, as in torch's own lookup: to look at values, the CPU would have to wait.
     """
     outside = (tokens < 0) | (tokens >= vocabulary)
     if counts is not None:
@@ -73,28 +71,15 @@ def _check_in_vocabulary(tokens: Tensor, vocabulary: int, what: str, counts: Ten
 
 
 def cross_entropy(
-    group: Communicator,
-    logits: Tensor,
-    targets: Tensor,
-    mine: range,
-    vocabulary: int,
-    *,
-    ignore_index: int,
-    reduction: str,
-) -> Tensor:
+    group: Communicator, logits: Tensor, targets: Tensor, mine: range, vocabulary: int,
+    *, ignore_index: int, reduction: str,
+) -> Tensor:  # fmt: skip
     """Return what `torch.nn.functional.cross_entropy` returns for the whole logits.
 
     Args:
-        group: the ranks that share the vocabulary.
-        logits: [n, V_i], this rank's part.
+        logits: [n, V_i], of this rank's part of the vocabulary, `mine`.
         targets: [n], tokens of the whole vocabulary.
-        mine: this rank's part of the vocabulary.
         vocabulary: V, the size of the whole vocabulary.
-        ignore_index: the target that does not count.
-        reduction: "mean" (over those that count), "sum" or "none".
-
-    Raises:
-        IndexError: a target that counts is not in the vocabulary.
     """
     counts = targets != ignore_index
     _check_in_vocabulary(targets, vocabulary, "Target", counts)
@@ -141,53 +126,37 @@ OF_THE_WHOLE = {
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_floating_point", "is_complex", "__len__",
     "itemsize", "element_size", "get_device",
 }  # fmt: skip
-"""Attributes that the wrapper answers itself."""
+"""Attributes of the whole logits, which the wrapper answers itself."""
 
 OF_THE_PART = {
     "requires_grad", "grad_fn", "is_leaf", "_version", "untyped_storage", "nbytes", "data_ptr", "register_hook",
     "retain_grad", "grad", "is_contiguous", "_backward_hooks", "output_nr", "requires_grad_", "retains_grad",
 }  # fmt: skip
-"""Attributes and methods that refer to this rank's part."""
+"""Attributes and methods of this rank's part."""
 
 ELEMENTWISE = {
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
-    "type",
-    "contiguous",
-    "clone",
-    "detach",
-    "cpu",
-    "cuda",
-}
+    "float", "double", "half", "bfloat16", "to", "type", "contiguous", "clone", "detach", "cpu", "cuda",
+}  # fmt: skip
 SHAPING = {"view", "reshape", "flatten", "__getitem__"}
 
 
 class DividedLogits(Tensor):
-    """Logits [..., V], of which this rank holds [..., V_i].
+    """Logits [..., V], of which this rank holds [..., V_i]."""
 
-    Attributes:
-        part: [..., V_i], in autograd's graph.
-        group: the ranks that share the vocabulary.
-        parts: each rank's range of the vocabulary.
-    """
-
-    part: Tensor
+    part: Tensor  # [..., V_i], in autograd's graph
     group: Communicator
-    parts: tuple[range, ...]
+    parts: tuple[range, ...]  # each rank's range of the vocabulary
 
     @staticmethod
     def make(group: Communicator, parts: tuple[range, ...], part: Tensor) -> DividedLogits:
-        """Wrap a rank's part as the logits that it belongs to."""
+        """Wrap a rank's part of the logits."""
         whole = (*part.shape[:-1], parts[-1].stop)
         made = Tensor._make_wrapper_subclass(DividedLogits, whole, dtype=part.dtype, device=part.device)
         made.part, made.group, made.parts = part, group, parts
         return made
 
     def __new__(cls, *_: Any) -> DividedLogits:
-        """Refuse direct construction."""
+        """Reject direct construction."""
         raise AssertionError("DividedLogits.make makes them")
 
     def whole(self) -> Tensor:
@@ -203,13 +172,10 @@ class DividedLogits(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run a function on the part where that is possible, and else on the gathered logits."""
+    ) -> Any:  # fmt: skip
+        """Run a function on the part if possible, and else on the gathered logits."""
         kwargs = kwargs or {}
         name = func.__name__
         if name in ("__get__", "__set__"):
@@ -229,7 +195,11 @@ class DividedLogits(Tensor):
                 if shaped is not None:
                     return own._wrap(shaped)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-                raise ValueError(_cannot_write(name))
+                raise ValueError(
+                    f"{name} writes into the logits, of which each rank of a tensor-parallel group holds a part of the "
+                    "vocabulary: it would be lost. Make new ones: logits = logits.masked_fill(...), "
+                    "logits / temperature, torch.where(...)"
+                )
         logits = kwargs.get("input", own)
         if func is F.cross_entropy and isinstance(logits, cls):
             result = _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
@@ -247,7 +217,7 @@ class DividedLogits(Tensor):
 
 
 def _whole(value: Any) -> Any:
-    """Return the value with all divided logits in it gathered."""
+    """Gather all divided logits in a value."""
     if isinstance(value, DividedLogits):
         return value.whole()
     if type(value) in (tuple, list):
@@ -263,10 +233,9 @@ def _reshape_part(logits: DividedLogits, func: Any, name: str, args: Any, kwargs
         plain = all(isinstance(one, (int, slice)) and not isinstance(one, bool) for one in index)
         whole_rows = len(index) < part.dim() or (len(index) == part.dim() and index[-1] == slice(None))
         return part[args[0]] if plain and whole_rows else None
-    stand_in = torch.empty(logits.shape, device="meta")
     if any(isinstance(one, torch.dtype) for one in args):  # view(dtype) reinterprets the values
         return None
-    shape = func(stand_in, *args, **kwargs).shape
+    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     # The vocabulary stays the last dimension if that keeps its size.
     if not shape or shape[-1] != logits.shape[-1]:
         return None
@@ -275,29 +244,15 @@ def _reshape_part(logits: DividedLogits, func: Any, name: str, args: Any, kwargs
 
 
 def _cross_entropy(
-    logits: DividedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    """Compute the loss from the parts; return None for options that this does not support."""
+    logits: DividedLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """Compute the loss from the parts; return None for unsupported options."""
     rows = logits.dim() == 2 and target.dim() == 1 and target.shape[0] == logits.shape[0]
     special = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
     if not rows or special or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
         return None
-    mine = logits.parts[logits.group.index]
-    V = logits.shape[-1]
+    mine, V = logits.parts[logits.group.index], logits.shape[-1]
     return cross_entropy(
         logits.group, logits.part, target, mine, V, ignore_index=ignore_index, reduction=reduction
-    )
-
-
-def _cannot_write(name: str) -> str:
-    return (
-        f"{name} writes into the logits, of which each rank of a tensor-parallel group holds a part of the vocabulary: "
-        "it would be lost. Make new ones: logits = logits.masked_fill(...), logits / temperature, torch.where(...)"
     )

@@ -9,8 +9,6 @@
 Both are rules of thumb. `print(rule)` says what a rule did.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -55,19 +53,16 @@ class ScalingRule:
         k = self.batch / self.base_batch
         times = f"{k:.4g} times the batch ({self.base_batch} -> {self.batch})"
         by = f"{self.lr / self.base_lr:.4g} times the learning rate ({self.base_lr:g} -> {self.lr:.4g})"
-        linear = self.name == "linear"
-        why = (
-            f"a step goes as far as {k:.4g} small ones did, if the gradient changes little in between"
-            if linear
-            else "a gradient averaged over more samples is less noisy, and the variance of a step stays the same"
-        )
-        source = "Goyal et al. 2017, section 2.1" if linear else "Krizhevsky 2014; Hoffer et al. 2017"
-        warm = (
-            f" It warms up from {self.base_lr:g} in {self.warmup_steps} steps, since early on the weights change "
-            "fast (Goyal et al. 2017, section 2.2)."
-            if self.warmup_steps
-            else " No warm-up."
-        )
+        why = "a gradient averaged over more samples is less noisy, and the variance of a step stays the same"
+        source, warm = "Krizhevsky 2014; Hoffer et al. 2017", " No warm-up."
+        if self.name == "linear":
+            why = f"a step goes as far as {k:.4g} small ones did, if the gradient changes little in between"
+            source = "Goyal et al. 2017, section 2.1"
+        if self.warmup_steps:
+            warm = (
+                f" It warms up from {self.base_lr:g} in {self.warmup_steps} steps, since early on the weights change "
+                "fast (Goyal et al. 2017, section 2.2)."
+            )
         return f"{self.name.capitalize()} scaling: {times}, {by}: {why} ({source}).{warm}"
 
 
@@ -120,14 +115,10 @@ def _scaling_rule(
         raise ValueError(
             f"{function}(lr={lr!r}): the rate that was tuned is a number above 0, such as {good}"
         )
-    for what, value, least in (
-        ("base_batch", base_batch, 1),
-        ("batch", batch, 1),
-        ("warmup_steps", warmup_steps, 0),
-    ):
+    numbers = ("base_batch", base_batch, 1), ("batch", batch, 1), ("warmup_steps", warmup_steps, 0)
+    for what, value, least in numbers:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                f"{function}({what}={value!r}): {what} is a whole number, {least} or more, such as {good}"
-            )
+            wanted = f"{what} is a whole number, {least} or more, such as {good}"
+            raise ValueError(f"{function}({what}={value!r}): {wanted}")
     k = batch / base_batch
     return ScalingRule(name, lr * (k if name == "linear" else sqrt(k)), lr, base_batch, batch, warmup_steps)

@@ -1,18 +1,16 @@
 """The optimizer for what one rank updates, with the parameter groups that the whole model's optimizer would have.
 
-    whole     the user's function is called with every trained parameter of the model, in the model's order
-    held      a parameter that this rank updates whole is passed itself; one that it updates in part, or not at all,
-              stands in for itself: the same object and attributes, in its whole shape, without memory
+    whole     the user's function receives every trained parameter of the model, in the model's order
+    held      a parameter that this rank updates whole is itself; one that it updates in part, or not at all, stands in
+              for itself: the same object and attributes, in its whole shape, without memory
     divide    stand-ins leave the groups; a part replaces its stand-in, with its part of an initial state
 
-So groups by index, number, shape, name, attribute or identity are the same as in serial training, whatever the plan
-gives this rank. A function that looks at values is rejected before (`mpkit.strategies.prepare.optimizer`).
+So groups by index, number, shape, name, attribute or identity are those of serial training under any plan.
+`mpkit.strategies.prepare.optimizer` has rejected functions that look at values.
 
-A function may return several optimizers: Muon for the matrices and AdamW for the rest. They are one, as in torchtitan's
-OptimizersContainer: each steps in its own way, and learning rates, checkpoints and sharding see one optimizer.
+A function may return several optimizers: Muon for the matrices and AdamW for the rest. As in torchtitan's
+OptimizersContainer, each steps in its own way, and learning rates, checkpoints and sharding see one optimizer.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections import defaultdict
@@ -31,49 +29,24 @@ from mpkit.common.tracebacks import public
 from mpkit.strategies.stage.shard import HeldPart
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
 
-__all__ = [
-    "AVERAGE",
-    "OptimizerFunction",
-    "SeveralOptimizers",
-    "UpdatedPart",
-    "WholeParameter",
-    "by_name",
-    "describe_optimizer",
-    "elementwise",
-    "empty_whole",
-    "free",
-    "kind_of",
-    "linear_scaling",
-    "make_like",
-    "make_optimizer",
-    "parts_of",
-    "sqrt_scaling",
-    "stand_in",
-    "trained_parameters",
-    "with_average",
-]
+__all__ = ["by_name", "elementwise", "linear_scaling", "sqrt_scaling"]
 
 
 class WholeParameter(NamedTuple):
-    """A trained parameter of the model, before it is divided among ranks.
-
-    Attributes:
-        attributes: those that its author gave it, such as a mark.
-        original: the model's own object, on a rank.
-    """
+    """A trained parameter of the model, before it is divided among ranks."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: type[nn.Parameter] = nn.Parameter
-    attributes: Mapping[str, Any] = MappingProxyType({})
-    original: nn.Parameter | None = None
+    attributes: Mapping[str, Any] = MappingProxyType({})  # set by its author, such as a mark
+    original: nn.Parameter | None = None  # on a rank: the model's own object
 
 
 def trained_parameters(
     model: nn.Module, *, here: bool = False
 ) -> tuple[list[WholeParameter], dict[str, str]]:
-    """Return a model's trained parameters in its order, and a parameter's first name for each of its names.
+    """Return a model's trained parameters in its order, and the first name of the parameter for every name.
 
     >>> layer = nn.Linear(3, 2, bias=False)
     >>> whole, first = trained_parameters(nn.Sequential(layer, layer))
@@ -95,19 +68,19 @@ def _whole(name: str, parameter: nn.Parameter, *, here: bool) -> WholeParameter:
 
 
 def free(whole: Sequence[WholeParameter], used: Collection[nn.Parameter]) -> None:
-    """Free the memory of originals that this rank does not compute with, though a user's function may keep them."""
+    """Free the memory of originals that this rank does not compute with; a user's function may keep the objects."""
     for each in whole:
         if each.original is not None and each.original not in used:
             each.original.data = empty_whole(each, each.original.device)
 
 
 def stand_in(whole: WholeParameter, device: torch.device | None = None) -> nn.Parameter:
-    """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
+    """Return a parameter of the whole shape that takes no memory."""
     return make_like(whole, empty_whole(whole, device))
 
 
 def make_like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter that looks as the model's does, but for its values."""
+    """Return a parameter with this data that otherwise looks like the model's."""
     plain = nn.Parameter(data)
     parameter = plain if whole.kind is nn.Parameter else Tensor._make_subclass(whole.kind, data, True)
     vars(parameter).update(whole.attributes)
@@ -115,33 +88,24 @@ def make_like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
 
 
 def empty_whole(whole: WholeParameter, device: torch.device | None) -> Tensor:
-    """Return zeros of the whole shape that take no memory."""
+    """Return zeros of the whole shape that take no memory: all elements are one."""
     return torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape)
 
 
 class UpdatedPart(NamedTuple):
-    """The part of a parameter that one rank updates.
-
-    Attributes:
-        part: where it lies in the whole parameter; None if `parameter` is the whole one.
-    """
+    """The part of a parameter that one rank updates."""
 
     parameter: nn.Parameter
-    part: HeldPart | None = None
+    part: HeldPart | None = None  # where it lies in the whole parameter; None if `parameter` is the whole one
 
 
 @dataclass(frozen=True)
 class OptimizerFunction:
-    """A function that makes an optimizer, and what its author declared about it.
-
-    Attributes:
-        function: takes parameters, or (name, parameter) pairs.
-        elementwise: whether the optimizer is declared to treat each element by itself.
-    """
+    """A function that makes an optimizer, and what its author declared about it."""
 
     function: Callable[[Any], Any]
-    by_name: bool = False
-    elementwise: bool = False
+    by_name: bool = False  # it takes (name, parameter) pairs
+    elementwise: bool = False  # declared: the optimizer treats each element by itself
 
     def __call__(self, parameters: Any) -> Any:
         """Make an optimizer by calling the function; a list of optimizers becomes one."""
@@ -157,7 +121,7 @@ class OptimizerFunction:
 
 
 def describe_optimizer(function: Callable[[Any], Any]) -> OptimizerFunction:
-    """Return the function with what is known about it.
+    """Return the function with its declarations.
 
     >>> describe_optimizer(lambda params: None).by_name, describe_optimizer(lambda named_parameters: None).by_name
     (False, True)
@@ -213,15 +177,7 @@ def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFu
 def make_optimizer(
     function: Callable[[Any], Any], whole: Sequence[WholeParameter], held: Mapping[str, UpdatedPart]
 ) -> torch.optim.Optimizer | None:
-    """Make the optimizer for what one rank updates.
-
-    Args:
-        function: makes the optimizer, as for `Cluster.train`.
-        held: what this rank updates, by name; some of it may have no elements.
-
-    Returns:
-        The optimizer, or None if it has nothing to update.
-    """
+    """Make the optimizer for the parts that one rank updates, by name; None if they have no elements."""
     some = next((each.parameter for each in held.values() if each.parameter.numel()), None)
     if some is None:
         return None
@@ -230,11 +186,8 @@ def make_optimizer(
     with _standing_in(whole, held, some.device):
         optimizer: torch.optim.Optimizer = describe_optimizer(function).make_optimizer(given)
     # ---- divide
-    parts = {
-        id(p): held.get(name)
-        for name, p in given.items()
-        if name not in held or p is not held[name].parameter
-    }
+    replaced = (name for name, p in given.items() if name not in held or p is not held[name].parameter)
+    parts = {id(given[name]): held.get(name) for name in replaced}
     for key, state in list(optimizer.state.items()):  # initial states, such as Adagrad's
         if id(key) in parts:
             del optimizer.state[key]
@@ -249,7 +202,7 @@ def make_optimizer(
 
 
 def _stand_in_for(whole: WholeParameter, held: UpdatedPart | None, device: torch.device) -> nn.Parameter:
-    """Return what the user's function is given for a parameter."""
+    """Return what the user's function receives for a parameter."""
     if whole.original is not None:
         return whole.original
     return stand_in(whole, device) if held is None or held.part is not None else held.parameter
@@ -259,10 +212,7 @@ def _stand_in_for(whole: WholeParameter, held: UpdatedPart | None, device: torch
 def _standing_in(
     whole: Sequence[WholeParameter], held: Mapping[str, UpdatedPart], device: torch.device
 ) -> Iterator[None]:
-    """Give originals the values that this rank updates whole, inside the block; others have their shape without memory.
-
-    After it they have what they had.
-    """
+    """Inside the block, give originals the values that this rank updates whole, and the others' shapes no memory."""
     originals = [(each.original, each) for each in whole if each.original is not None]
     with DisableTorchFunctionSubclass():  # a sharded parameter refuses to be looked at
         before = [(parameter, parameter.data) for parameter, _ in originals]
@@ -283,7 +233,7 @@ def _standing_in(
 
 
 def _divide(group: dict[str, Any], parts: Mapping[int, UpdatedPart | None]) -> None:
-    """Keep in a group only what is held, in place, since an optimizer may have kept its lists."""
+    """Reduce a group to this rank's parts; in place, since an optimizer may have kept its lists."""
     kept = []
     for i, parameter in enumerate(group["params"]):
         part = parts.get(id(parameter)) if id(parameter) in parts else UpdatedPart(parameter)
@@ -324,7 +274,7 @@ class SeveralOptimizers(Optimizer):
         self.state = shared
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let each optimizer step that has parameters here."""
+        """Step each optimizer that has parameters here."""
         for each in self.optimizers:
             each.param_groups[:] = [group for group in each.param_groups if group["params"]]
             if each.param_groups:
@@ -332,16 +282,13 @@ class SeveralOptimizers(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that an optimizer consists of: itself, if it is not several."""
+    """Return the optimizers that an optimizer consists of, which may be itself alone."""
     return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return an optimizer's class in words."""
+    """Return the name of an optimizer's class, or those of several."""
     return " with ".join(type(each).__name__ for each in parts_of(optimizer))
-
-
-# ---- the moving average of the weights -------------------------------------------------------------------------
 
 
 AVERAGE = "ema"
@@ -349,13 +296,12 @@ AVERAGE = "ema"
 
 
 class Average:
-    """A hook after an optimizer's step: the exponential moving average of the weights, one more state of it.
+    """A hook after an optimizer's step: the exponential moving average of the weights, as one more of its states.
 
         average <- decay * average + (1 - decay) * weight        after each step; after the first one, average = weight
 
-    which is what torch.optim.swa_utils.AveragedModel computes with `get_ema_multi_avg_fn(decay)`. As a state it is
-    divided like the weights, in fp32 where the optimizer works on fp32 copies, and checkpoints save it and divide it
-    anew. Buffers are not averaged.
+    torch.optim.swa_utils.AveragedModel computes the same with `get_ema_multi_avg_fn(decay)`. As a state, the average is
+    divided and saved like the weights, in fp32 where the optimizer works on fp32 copies. Buffers are not averaged.
 
     Source: Polyak and Juditsky 1992; with exponential weights, Tarvainen and Valpola, "Mean teachers", 2017, section 2.
     """
@@ -365,11 +311,11 @@ class Average:
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
-        """Update the averages of all that the optimizer updates."""
+        """Update the averages of the optimizer's parameters."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None and AVERAGE not in optimizer.state.get(parameter, {}):
-                    continue  # it has not changed, and some optimizers take any state for all of theirs
+                    continue  # unchanged; and to some optimizers, any state means that all of theirs is there
                 state = optimizer.state[parameter]
                 if AVERAGE in state:
                     state[AVERAGE].lerp_(parameter, 1.0 - self._decay)
@@ -378,7 +324,7 @@ class Average:
 
 
 def with_average(function: Callable[[Any], Any], decay: float) -> OptimizerFunction:
-    """Return a function that makes the same optimizer, which also averages the weights."""
+    """Return a function that makes the same optimizer, with a moving average of the weights."""
     made = describe_optimizer(function)
 
     def make(parameters: Any) -> Any:

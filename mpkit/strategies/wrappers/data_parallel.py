@@ -27,23 +27,13 @@ from mpkit.strategies.replicas.ddp import DDP
 from mpkit.strategies.replicas.part import Holders, ReplicatedPart
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
-from mpkit.strategies.wrappers.wrapper import (
-    Group,
-    HeldParameters,
-    ModuleWrapper,
-    check_module,
-    ranks_for,
-)
+from mpkit.strategies.wrappers.wrapper import Group, HeldParameters, ModuleWrapper, check_module, ranks_for
 from mpkit.trace import Kind
 
 
 @public
 def ddp(
-    module: nn.Module,
-    *,
-    bucket_mb: float = 25.0,
-    find_unused_parameters: bool = False,
-    group: Group = None,
+    module: nn.Module, *, bucket_mb: float = 25.0, find_unused_parameters: bool = False, group: Group = None
 ) -> DataParallel:
     """Wrap a module so that its gradients are averaged over all ranks in each backward, as torch's DDP does.
 
@@ -97,26 +87,17 @@ class DataParallel(ModuleWrapper):
         raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
         super().__init__(module)
         self.synchronizes = True
-        plan = Plan(
-            dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused="allow" if unused else "error"
-        )
-        stage = Stage(0, [("", module)], context.device)
+        allows = "allow" if unused else "error"
+        plan = Plan(dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused=allows)
+        stages = {0: Stage(0, [("", module)], context.device)}
         self._record = context.record
         self._backward: AbstractContextManager[Any] | None = None
         self._op = -1
         # Before the reducer's own hooks, which need a backward that has begun.
-        self._backwards = ModuleBackwards(
-            module.parameters(), self._begin, self._end, alone=self._refuse_alone
-        )
-        self._sync = _AveragedGradients(
-            ReplicatedPart(
-                context,
-                plan,
-                {0: stage},
-                Holders(replicas, replicas),
-                allow_unused="find_unused_parameters=True in mk.ddp",
-            )
-        )
+        parameters = module.parameters()
+        self._backwards = ModuleBackwards(parameters, self._begin, self._end, alone=self._refuse_alone)
+        holders, allow = Holders(replicas, replicas), "find_unused_parameters=True in mk.ddp"
+        self._sync = _AveragedGradients(ReplicatedPart(context, plan, stages, holders, allow_unused=allow))
         for parameter in module.parameters():
             self._record.ledger.track(parameter, "params")
         self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)

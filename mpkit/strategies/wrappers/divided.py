@@ -1,15 +1,13 @@
 """A rank's part of a model, in a loop of one's own: parts of gradients, and optimizers that are given parts.
 
-A norm of a part of a gradient is not the gradient's: torch.nn.utils.clip_grad_norm_ would scale each rank's part by the
-norm of that part, without a word, and so would `p.grad.data.pow(2).sum()`. So such sums are refused, and the wrappers
-clip by the norm of the whole.
+A norm of a part of a gradient is not the gradient's: torch.nn.utils.clip_grad_norm_ would silently scale each rank's
+part by the norm of that part, and so would `p.grad.data.pow(2).sum()`. So such sums are rejected, and the wrappers clip
+by the norm of the whole.
 
-What an optimizer makes of parts is part of what it makes of the whole if it treats each element by itself, as
-PyTorch's elementwise optimizers do: Muon and Adafactor see a matrix, and LBFGS all parameters at once. An optimizer
-that is not known to is refused, since nothing else would show it. While one steps, it sees plain gradients.
+An optimizer's update of parts is part of its update of the whole only if it treats each element by itself, as PyTorch's
+elementwise optimizers do: Muon and Adafactor see a matrix, and LBFGS all parameters at once. An optimizer that is not
+known to is rejected, since nothing else would show it. While one steps, it sees plain gradients.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
@@ -33,7 +31,7 @@ SUMS = {
 
 
 class GradientPart(Tensor):
-    """A rank's part of a gradient. What is computed from it element by element is a part, too.
+    """A rank's part of a gradient; whatever is computed from it element by element is a part, too.
 
     >>> import torch
     >>> part = mark_part(torch.ones(4))
@@ -68,8 +66,8 @@ def mark_divided(parameter: nn.Parameter, by: Literal["elements", "parameters"],
     """Mark a parameter as one of which other ranks have the rest, or beside which they have others.
 
     Args:
-        by: what of the model this rank's optimizer is given: some elements of each parameter, whose gradient is marked
-            whenever autograd has added to it, or some parameters.
+        by: whether this rank's optimizer is given some elements of each parameter, whose gradient is marked whenever
+            autograd has added to it, or some parameters.
         wrapper: the wrapper's call, for errors: "mk.tensor_parallel".
     """
 
@@ -105,11 +103,7 @@ def _watch_steps() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer does the same on parts of its parameters, if they are divided.
-
-    Raises:
-        ValueError: it is not known to.
-    """
+    """Reject an optimizer of divided parameters that is not known to do the same on parts of them."""
     marks = [getattr(p, "divided", None) for group in optimizer.param_groups for p in group["params"]]
     by, wrapper = next(filter(None, marks), (None, ""))
     known = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
@@ -134,10 +128,9 @@ class DividedModule(ModuleWrapper):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients down to a 2-norm over all ranks, and return the norm before; every rank calls it.
+        """Scale all gradients down to a 2-norm of `max_norm` over all ranks, and return the norm before.
 
-        Args:
-            max_norm: the largest norm.
+        Every rank calls it.
         """
         device, (mine, alike) = self._comm.wire.device, self._gradients()
 

@@ -49,17 +49,10 @@ from mpkit.trace.record.silent_recorder import SilentRecorder
 
 @public
 def pipeline(
-    module: nn.Module,
-    schedule: str | Schedule = ONE_F_ONE_B,
-    *,
-    example: Any,
-    loss: Callable[[Any, Any], Tensor],
-    microbatches: int | None = None,
-    virtual_stages: int = 1,
-    recompute: str = "none",
-    cut: Sequence[int | str] | None = None,
-    prove: int = 1,
-) -> PipelineParallel:
+    module: nn.Module, schedule: str | Schedule = ONE_F_ONE_B, *, example: Any, loss: Callable[[Any, Any], Tensor],
+    microbatches: int | None = None, virtual_stages: int = 1, recompute: str = "none",
+    cut: Sequence[int | str] | None = None, prove: int = 1,
+) -> PipelineParallel:  # fmt: skip
     """Divide a module into stages over all ranks, which a schedule runs on micro-batches.
 
     Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
@@ -136,11 +129,7 @@ def _divide(module: nn.Module, example: Any, plan: Plan, loss: Any, context: Con
 
 
 class PipelineParallel(DividedModule):
-    """A module whose stages are on different ranks; made by `mk.pipeline`.
-
-    Args:
-        proof: compares the first steps with plain PyTorch; None: nothing does.
-    """
+    """A module whose stages are on different ranks; made by `mk.pipeline`."""
 
     def __init__(self, context: Context, job: TrainJob, proof: LoopProof | None) -> None:
         super().__init__(job.what.model)
@@ -215,8 +204,7 @@ class PipelineParallel(DividedModule):
         return loss
 
     def _split(self, inputs: Any, targets: Any) -> list[MicroBatch]:
-        size = batch_size(inputs)
-        found = []
+        size, found = batch_size(inputs), []
         for start, end in split(size, self._job.plan.microbatches):
             which = slice(start, end)
             x, y = part(inputs, which), part(targets, which)
@@ -231,7 +219,7 @@ class PipelineParallel(DividedModule):
         return found
 
     def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Take away the gradients that there are, where this batch's have to be divided by a count first."""
+        """Take away the existing gradients if this batch's have to be divided by a count first."""
         if self._job.what.nominal is None:
             return []
         aside = [(p.held, p.held.grad) for p in self._sync.pieces if p.held.grad is not None]
@@ -253,7 +241,7 @@ class PipelineParallel(DividedModule):
         return total * factor
 
     def run(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse a forward by itself: this rank has a part of the module only."""
+        """Reject a forward by itself: this rank has only a part of the module."""
         raise ValueError(
             "The module's stages are on different ranks, and a schedule runs them: loss = model.step(inputs, targets) "
             "does forward, loss and backward. To evaluate, load model.state_dict() into the module on one rank."

@@ -1,7 +1,5 @@
 """mk.prove: a wrapped module in a loop of one's own, whoever wrapped it, is compared with the plain one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -29,14 +27,9 @@ AROUND = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 
 @public
 def prove(
-    module: nn.Module,
-    plain: nn.Module,
-    steps: int = 1,
-    *,
-    group: Group = None,
-    tp: Group = None,
+    module: nn.Module, plain: nn.Module, steps: int = 1, *, group: Group = None, tp: Group = None,
     dtype: torch.dtype | None = None,
-) -> LoopProof:
+) -> LoopProof:  # fmt: skip
     """Compare the first steps of a wrapped module in your own loop with the plain module.
 
     The wrapped module may be torch's DistributedDataParallel, one that FSDP2's `fully_shard` or `parallelize_module`
@@ -98,7 +91,7 @@ def _check(module: Any, plain: Any, steps: Any) -> None:
 
 
 def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, HeldPart] | None, Ranks | None]:
-    """Return the module within the wrappers, and of a divided one what this rank holds, and the ranks of the rest."""
+    """Return the module within the wrappers; of a divided one also what this rank holds, and who holds the rest."""
     inner: nn.Module = module
     parts: dict[str, HeldPart] | None = None
     shares: Ranks | None = None
@@ -116,11 +109,7 @@ def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, He
 
 
 def _same_parameters(inner: nn.Module, plain: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the wrapped module's parameters by the names in the plain one.
-
-    Raises:
-        ValueError: the two have others.
-    """
+    """Return the wrapped module's parameters by the names in the plain one, which has to have the same."""
     named = {AROUND.sub("", name): parameter for name, parameter in inner.named_parameters()}
     expected = {AROUND.sub("", name) for name, _ in plain.named_parameters()}
     if inner is plain or expected != set(named):
@@ -134,7 +123,7 @@ def _same_parameters(inner: nn.Module, plain: nn.Module) -> dict[str, nn.Paramet
 
 
 def _synchronizes(module: nn.Module) -> Callable[[], bool]:
-    """Return what tells whether a forward has the first rank's buffers on all ranks."""
+    """Return a function that says whether a forward has the first rank's buffers on all ranks."""
     if isinstance(module, DistributedDataParallel):
         return lambda: bool(module.will_sync_module_buffers())
     if isinstance(module, DataParallel):

@@ -6,8 +6,6 @@ backward     every rank has the gradients of its parts; those of whole parameter
 then         optimizer.step(), on each rank its parts: nothing is averaged, since all compute the same batch
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,13 +54,11 @@ class TensorParallel(DividedModule):
 
     def held_parts(self) -> dict[str, HeldPart]:
         """Return this rank's elements of the module's parameters, by name."""
-        mine, named = self._shards[self._comm.index], self.module.named_parameters()
-        return {
-            name: HeldPart.of_shard(mine[name], p.detach())
-            if name in mine
-            else HeldPart(p.detach().reshape(-1), tuple(p.shape))
-            for name, p in named
-        }
+        mine, parts = self._shards[self._comm.index], dict[str, HeldPart]()
+        for name, p in self.module.named_parameters():
+            whole = HeldPart(p.detach().reshape(-1), tuple(p.shape))
+            parts[name] = HeldPart.of_shard(mine[name], p.detach()) if name in mine else whole
+        return parts
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         named = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
@@ -104,10 +100,7 @@ class TensorParallel(DividedModule):
 
 @public
 def tensor_parallel(
-    module: nn.Module,
-    plan: TensorPlan | None = None,
-    *,
-    group: Group = None,
+    module: nn.Module, plan: TensorPlan | None = None, *, group: Group = None
 ) -> TensorParallel:
     """Divide each layer of a module over the ranks, which then compute together what it computed on one.
 

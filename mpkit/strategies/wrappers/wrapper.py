@@ -3,10 +3,8 @@
 ModuleWrapper     has the user's module's signature, attributes and names
 HeldParameters    the module's parameters have to stay those that were wrapped
 ranks_for         this rank, and the ranks of a group, as a communicator
-check_module      what cannot be wrapped
+check_module      rejects what cannot be wrapped
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
@@ -58,7 +56,7 @@ class ModuleWrapper(nn.Module):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the user's module's attribute, where it is that which would be read."""
+        """Set the user's module's attribute, where it is the one that would be read."""
         own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if own or "module" not in self._modules or not hasattr(self._modules["module"], name):
             super().__setattr__(name, value)
@@ -127,9 +125,7 @@ class ModuleWrapper(nn.Module):
 class HeldParameters:
     """The parameters of a module as they were when it was wrapped.
 
-    Args:
-        wrapper: the wrapper's call, for errors: "mk.ddp".
-        allows_unused: whether a parameter may get no gradient, and so may be frozen while others train.
+    `wrapper` is the call, for errors: "mk.ddp"; `allows_unused` parameters may be frozen while others train.
     """
 
     def __init__(self, module: nn.Module, wrapper: str, *, allows_unused: bool) -> None:
@@ -141,11 +137,7 @@ class HeldParameters:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     def check(self) -> None:
-        """Check that they are still those, and that those are frozen that were.
-
-        Raises:
-            ValueError: one was added, removed, exchanged, unfrozen, or frozen while others train.
-        """
+        """Check that none was added, removed, exchanged, unfrozen, or frozen while others train."""
         named, then, wrapper, unused = self._now(), self._then, self._wrapper, "find_unused_parameters=True"
         for name in named | then:
             if named.get(name) is not then.get(name):
@@ -169,12 +161,7 @@ class HeldParameters:
 
 
 def ranks_for(module: nn.Module, group: Group = None) -> tuple[Context, Communicator]:
-    """Return this rank's context, and the communicator of a group; under `Cluster.run` the module moves to the device.
-
-    Raises:
-        ValueError: there is no process group, or its backend cannot send tensors from the module's device; or `group`
-            is no group, has several axes, or does not have this rank.
-    """
+    """Return this rank's context, and a group's communicator; under `Cluster.run` the module moves to the device."""
     first = next(iter((*module.parameters(), *module.buffers())), None)
     comm = current_communicator(first.device if first is not None else torch.device("cpu"))
     context = Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
@@ -210,16 +197,7 @@ def ranks_for(module: nn.Module, group: Group = None) -> tuple[Context, Communic
 
 
 def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> None:
-    """Check that a module can be wrapped.
-
-    Args:
-        what: the wrapper's call, for errors: "mk.ddp".
-        within: wrappers that may be inside of it.
-
-    Raises:
-        ValueError: it is no module, has no parameters to train, is wrapped or divided already, or has experts whose
-            routing depends on the whole batch.
-    """
+    """Check that a module can be wrapped by the call `what`; wrappers of the kinds `within` may be inside of it."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"{what} takes a module, and was given {type(module).__name__}: {what}(model), where model is a "
@@ -258,11 +236,7 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
 
 
 def checked_prove(wrapper: str, prove: Any, option: str = "prove") -> int:
-    """Return the number of steps to prove.
-
-    Raises:
-        ValueError: it is no number of steps.
-    """
+    """Return the number of steps to prove."""
     if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
         raise ValueError(
             f"{wrapper}({option}={prove!r}): {option} is the number of steps, from the first on, that are compared "
