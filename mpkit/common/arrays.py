@@ -1,10 +1,8 @@
-"""Arithmetic of single numbers and of arrays alike: a formula is written once, for a plan and for a hundred thousand.
+"""Arithmetic on single numbers and on arrays: a formula is written once, for a plan and for a hundred thousand.
 
-Operators work on both. What Python says with `if`, `max` and `min` is said here; of single numbers these stay Python's
-own, which are ten times as fast as arrays of one.
+Operators work on both; these functions replace Python's `if`, `max` and `min`. Single numbers stay Python's own, which
+are ten times as fast as arrays of one.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,12 +40,12 @@ def log2(a: Numbers) -> Numbers:
 
 
 def take(values: Numbers, rows: Any) -> Numbers:
-    """Return the values of some plans: an array has one for each, and a number is that of all."""
+    """Return the values of some plans: an array has one for each, and a number is for all."""
     return values[rows] if isinstance(values, np.ndarray) else values
 
 
 def at_largest(keys: Sequence[Numbers], *columns: Sequence[Numbers]) -> list[Numbers]:
-    """Return of each column the value beside the largest key: of one plan, or of each of many.
+    """Return each column's value beside the largest key: for one plan, or for each of many.
 
     >>> at_largest([1, 3, 2], [5, 6, 7]), at_largest([np.array([1, 4]), np.array([3, 2])], [5, 6])[0].tolist()
     ([6], [6, 5])
@@ -60,7 +58,7 @@ def at_largest(keys: Sequence[Numbers], *columns: Sequence[Numbers]) -> list[Num
 
 
 def call_distinct(function: Callable[..., Any], *columns: Any) -> tuple[Sequence[Any], NDArray[np.int64]]:
-    """Return what a function returns of each distinct row of some columns, and for each row which of these is its.
+    """Return a function's values for the distinct rows of some columns, and the number of its value for each row.
 
     >>> values, which = call_distinct(lambda a, b: a + b, np.array([1, 2, 1]), 10)
     >>> values, which.tolist()

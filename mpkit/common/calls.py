@@ -1,7 +1,5 @@
 """Calls that do not match a function's parameters: the error names what was typed and shows a call that works."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -16,11 +14,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def answers(
     example: str, meant: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None
 ) -> Callable[[Function], Function]:
-    """Decorate a public function whose mistaken calls are answered with this example, not one of its docstring.
+    """Decorate a public function: errors of mistaken calls show this example, not one of its docstring.
 
     Args:
         example: a call that works, to paste; may have several lines.
-        meant: by keyword of another library, a sentence that says what it is called here; or a function of them.
+        meant: a sentence on mpkit's own name for each keyword of other libraries; or a function that returns them.
     """
 
     def decorate(function: Function) -> Function:
@@ -36,7 +34,7 @@ ANSWER = "_mpkit_answer"
 def mistaken_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ArgumentError:
-    """Return the answer to a call that does not match a function's parameters; `public` raises it.
+    """Return the error of a call that does not match a function's parameters; `public` raises it.
 
     >>> @answers("area(width=3, height=4)", {"w": "w is width here."})
     ... def area(width, height):
@@ -60,17 +58,12 @@ def mistaken_call(
 
 
 def _what_is_wrong(
-    name: str,
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    meant: Mapping[str, str],
-) -> str:
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], meant: Mapping[str, str]
+) -> str:  # fmt: skip
     parameters = {each: p for each, p in signature.parameters.items() if each not in ("self", "cls")}
     bound = len(signature.parameters) - len(parameters)
-    by_position = [
-        each for each, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    by_position = [each for each, p in parameters.items() if p.kind in positional]
     given = set(by_position[: len(args) - bound]) | set(kwargs)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     missing = [
@@ -87,12 +80,8 @@ def _what_is_wrong(
             continue
         value = kwargs[unknown]
         shown = repr(value) if isinstance(value, (bool, int, float, str)) else "..."
-        hint = (
-            f"; did you mean {near[0]}={shown}?"
-            if near
-            else ". It takes "
-            + (", ".join(each for each, p in parameters.items() if p.kind is not p.VAR_KEYWORD) + ".")
-        )
+        taken = ", ".join(each for each, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
+        hint = f"; did you mean {near[0]}={shown}?" if near else f". It takes {taken}."
         return f"{name}() has no argument {unknown}{hint}"
     if len(args) - bound > len(by_position):
         rest = [each for each, p in parameters.items() if p.kind is p.KEYWORD_ONLY]

@@ -1,7 +1,5 @@
 """Files: none reached through a link, none half written; a full disk is reported in a sentence with what was needed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -16,22 +14,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def create(path: Path, flags: int = os.O_RDWR, mode: int = 0o600) -> int:
-    """Create a file that no other user has a hand in, and return its descriptor.
-
-    Raises:
-        FileExistsError: something has this name already, a link perhaps.
-    """
+    """Create a file that no other user has prepared, a link perhaps, and return its descriptor."""
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | NO_LINK, mode)
 
 
 def full_disk(error: OSError, folder: str | os.PathLike[str], needed: int | None = None) -> OSError:
-    """Return an error of the same number that says where there is no space.
-
-    Args:
-        error: the system's error.
-        folder: the folder that could not be written to.
-        needed: the bytes needed, if known.
-    """
+    """Return an error with the same number that says where there is no space, and how many bytes were needed."""
     free = "unknown"
     with suppress(OSError):
         free = _megabytes(shutil.disk_usage(folder).free)
@@ -42,15 +30,7 @@ def full_disk(error: OSError, folder: str | os.PathLike[str], needed: int | None
 
 @contextmanager
 def name_full_disk(folder: str | os.PathLike[str], needed: int | None = None) -> Iterator[None]:
-    """Raise `full_disk` in place of the system's error.
-
-    Args:
-        folder: the folder that is written to.
-        needed: the bytes needed, if known.
-
-    Raises:
-        OSError: there is no space.
-    """
+    """Raise `full_disk` in place of the system's error for a full disk."""
     try:
         yield
     except OSError as error:
@@ -60,11 +40,7 @@ def name_full_disk(folder: str | os.PathLike[str], needed: int | None = None) ->
 
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
-    """Write a file completely or not at all: a full disk leaves neither a part of it nor an empty file.
-
-    Raises:
-        OSError: there is no space, and the message says how much was needed; or the system's own reason.
-    """
+    """Write a file completely or not at all: a full disk leaves neither a part of it nor an empty file."""
     if path.exists() and not path.is_file():  # such as a terminal or a pipe
         path.write_bytes(b"".join(data))
         return

@@ -1,7 +1,7 @@
-"""How a result shows itself, without knowing which code draws it.
+"""How a result is shown, without knowing which code draws it.
 
-Results lie below the views, and import none of them. A view is found by the name of the result's class and the
-requested form ("text", "svg", "figure", ...), in a table that maps both to a renderer, as "module:function".
+Results lie below the views, and import none of them. A table maps the name of the result's class and the requested form
+("text", "svg", "figure", ...) to a renderer, as "module:function".
 """
 
 from __future__ import annotations
@@ -25,23 +25,17 @@ if TYPE_CHECKING:
 
 
 RENDERERS = "mpkit.views.renderers"
-"""The module of the table, which is imported when something is drawn."""
+"""The table's module, which is imported when something is drawn."""
 
 
 def draw(result: Any, form: str, *args: Any, **options: Any) -> Any:
-    """Draw a result in one form; where it has a chart and nothing of its own for this form, draw the chart.
+    """Draw a result in one form: "text", "svg", "html", "figure", "widget", ...; or its chart, if it has no such form.
 
     >>> import mpkit as mk
     >>> print(draw(mk.simulate(mk.Plan.gpipe(2, 1)), "text", 40).splitlines()[0])
     GPU 0 │0░░·········0▓▓▓▓▓│ idle 50.0 %
 
-    Args:
-        result: an object whose class, or a base class of it, has a renderer.
-        form: "text", "svg", "html", "figure", "widget", ...; "chart" returns the chart as data.
-        args, options: further arguments of the renderer.
-
-    Raises:
-        LookupError: there is no renderer for this class and form.
+    The form "chart" returns the chart as data. `args` and `options` are further arguments of the renderer.
     """
     names = tuple(base.__name__ for base in type(result).__mro__)
     if drawn := _renderer(names, form):
@@ -60,7 +54,7 @@ def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any] | None:
 
 
 class DrawnResult:
-    """A result that prints, and shows itself as a picture in a notebook."""
+    """A result that prints, and is a picture in a notebook."""
 
     _wraps = True
     """Whether its picture can be drawn for a narrow column."""
@@ -70,7 +64,7 @@ class DrawnResult:
         return write_text(draw(self, "svg"), path)
 
     def _words(self) -> str:
-        """Return what the picture shows in words, for readers who cannot see it."""
+        """Return the picture in words, for readers who cannot see it."""
         return str(self)
 
     def __str__(self) -> str:
@@ -82,7 +76,7 @@ class DrawnResult:
 
 
 class ChartedResult(DrawnResult):
-    """A result that shows itself in a notebook as an interactive chart; as a picture where there is no plotly."""
+    """A result that is an interactive chart in a notebook, or a picture without plotly."""
 
     def figure(self) -> Any:
         """Return the chart as a plotly Figure; the class says what it shows.
@@ -100,7 +94,7 @@ class ChartedResult(DrawnResult):
 
 
 class WidgetResult(DrawnResult):
-    """A result that shows itself in a notebook as a widget; as a picture where there is none, and on saved pages."""
+    """A result that is a widget in a notebook, or a picture without one, and on saved pages."""
 
     def show(self) -> Any:
         """Return the widget, for a notebook.
@@ -128,14 +122,14 @@ def image(drawn: str | Callable[[int], str], words: str, *, fill: bool = False) 
     This is the only kind of SVG that JupyterLab shows for an output whose widget is gone, and an image runs no script.
 
     Args:
-        drawn: the picture, or what draws it in a width: then columns of less than 620 pixels, such as half of a window
-            or a phone, show it as drawn for them.
+        drawn: the picture, or a function that draws it in a width: columns of less than 620 pixels, such as half of a
+            window or a phone, then show a picture drawn for them.
         words: the picture in words.
-        fill: whether it is as wide as its column, beside a widget that is, instead of 960 pixels at most.
+        fill: whether it is as wide as its column, like a widget beside it, instead of 960 pixels at most.
     """
     if isinstance(drawn, str):
         return f'<img alt="{escape(words, quote=True)}" style="max-width:100%" src="{_address(drawn)}">'
-    # Each picture's width is far below 0 or far above its most, by the width of what surrounds it: one of them shows.
+    # By its surroundings' width, each picture's is far below 0 or far above its maximum: one of them shows.
     above, below = "(100% - 619px)*999", "(620px - 100%)*999"
     shown = {
         WIDE: (f"calc({above})", f"min(100%,{WIDE}px)"),
@@ -164,19 +158,12 @@ def write_text(text: str, path: str | Path | None) -> str:
 
 
 def data_frame(rows: Mapping[str, Any] | Iterable[Any], columns: list[str] | None = None) -> pd.DataFrame:
-    """Return a pandas DataFrame.
+    """Return a pandas DataFrame of sequences in the order of `columns`, of dicts by column, or of columns by name.
 
     >>> data_frame([("dp", 8), ("tp", 2)], columns=["axis", "ranks"])
       axis  ranks
     0   dp      8
     1   tp      2
-
-    Args:
-        rows: sequences in the order of `columns`, or dicts by column; or the columns by name.
-        columns: the names of the columns.
-
-    Raises:
-        ImportError: pandas is not installed.
     """
     try:
         import pandas as pd

@@ -1,11 +1,9 @@
-"""Exceptions that do not end what they were raised in: how they are quoted, and how they are reported.
+"""Exceptions that mpkit catches and quotes, and the reports on them.
 
-A model, a loss or an optimizer may raise anything where mpkit tries it: on tensors without content, in another
-precision, on a few samples. Where training can go on all the same, the user is told what was caught, what is unknown
-because of it, and what follows (`report`). Only what names the exceptions that it expects may say nothing.
+A model, a loss or an optimizer may raise anything when mpkit tries it: on tensors without content, in another
+precision, on a few samples. If training can go on, a report tells the user what was caught, what is therefore unknown,
+and what follows. Only code that names its expected exceptions may say nothing.
 """
-
-from __future__ import annotations
 
 import warnings
 
@@ -24,7 +22,7 @@ def one_line(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's message; what is wrong with it where its class, the user's own, cannot tell."""
+    """Return an exception's message; if the user's own class raises in `__str__`, say so."""
     try:
         return str(error)
     except Exception as worse:

@@ -34,10 +34,10 @@ UNREPORTED = 71
 """Exit status of a rank that failed and could not write its error."""
 
 LAUNCHED, APART, TOGETHER = "launched", "apart", "together"
-"""The file in the folder of ranks that a launcher started, and what it says: whether all ranks write there."""
+"""The file in the folder of ranks that a launcher started, and its content: whether all ranks write there."""
 
 OWN = "mpkit-"
-"""How TORCHELASTIC_RUN_ID begins in the ranks of a Cluster."""
+"""Prefix of TORCHELASTIC_RUN_ID in the ranks of a Cluster."""
 
 DIFFERENCE = "difference"
 
@@ -47,39 +47,24 @@ RESERVED = {"error": 32768, "note": 1024}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that a rank reads before it loads any user code.
+    """The settings that a rank reads before it loads any user code."""
 
-    Attributes:
-        ranks: the world size.
-        device: "cpu", "cuda" or another kind of accelerator.
-        backend: "gloo" or "nccl".
-        threads: torch's threads per rank.
-        path, cwd, argv: sys.path, the current folder and sys.argv of the launching process.
-        sources: source lines of code that is in no file (notebook cells), for tracebacks.
-        layers: record every layer, not only every action.
-        environment: variables that have changed since the fork server was started; None for those that were removed.
-        compares: compare each communication with its peers' calls.
-        numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] on CPUs.
-        secret: what signs the objects that ranks send each other; under a launcher the session's does.
-        port: a free port on the loopback interface, for a program that opens a store of its own.
-        logging: levels of loggers, and the format (`mpkit.launch.process.payload`).
-    """
-
-    ranks: int
-    device: str
-    backend: str
-    threads: int
-    path: list[str]
+    ranks: int  # the world size
+    device: str  # "cpu", "cuda" or another kind of accelerator
+    backend: str  # "gloo" or "nccl"
+    threads: int  # torch's, per rank
+    path: list[str]  # sys.path, current folder and sys.argv of the launching process
     cwd: str
     argv: list[str]
-    sources: dict[str, str]
-    layers: bool = False
+    sources: dict[str, str]  # source lines of code that is in no file (notebook cells), for tracebacks
+    layers: bool = False  # record every layer, not only every action
+    # Variables that have changed since the fork server started; None: removed.
     environment: dict[str, str | None] = field(default_factory=dict)
-    compares: bool = True
-    numbers: list[int] = field(default_factory=list)
-    port: int = 0
-    secret: str = ""
-    logging: dict[str, Any] = field(default_factory=dict)
+    compares: bool = True  # compare each communication with its peers' calls
+    numbers: list[int] = field(default_factory=list)  # of devices: rank r is on numbers[r % len(numbers)]
+    port: int = 0  # a free one on the loopback interface, for a program that opens a store of its own
+    secret: str = ""  # signs the objects that ranks send each other; under a launcher the session's does
+    logging: dict[str, Any] = field(default_factory=dict)  # levels and format, see `launch.process.payload`
 
     def dumps(self) -> bytes:
         """Return the bytes of settings.json."""
@@ -108,21 +93,13 @@ def reserve(folder: Path, ranks: int) -> None:
 
 
 def write_error(folder: Path, rank: int, error: dict[str, Any]) -> None:
-    """Write `rank3.error`; if the disk is full, only the beginning and end of long values.
-
-    Raises:
-        OSError: the shortened error could not be written either.
-    """
+    """Write `rank3.error`; if the disk is full, only the beginning and end of long values."""
     path, most = part(folder, rank, "error"), RESERVED["error"] // 8
     try:
         _overwrite(path, json.dumps(error))
     except OSError:
-        short = {
-            key: value
-            if not isinstance(value, str) or len(value) < most
-            else f"{value[:200]}...{value[-most:]}"
-            for key, value in error.items()
-        }
+        long = {key for key, value in error.items() if isinstance(value, str) and len(value) >= most}
+        short = {key: f"{v[:200]}...{v[-most:]}" if key in long else v for key, v in error.items()}
         _overwrite(path, json.dumps(short)[: RESERVED["error"]])
 
 

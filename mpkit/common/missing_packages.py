@@ -1,11 +1,9 @@
-"""The messages to show if packages are missing: those of a notebook, or PyTorch.
+"""The messages if packages are missing: those of a notebook, or PyTorch.
 
-Schedules, plans, traces, timelines, replays, estimates and advice are computed from sizes and records, and import no
-torch: they also run where there is none, such as in a browser. What trains, or reads a model, imports it when it is
-used. Where that fails, the public call that was made says so (`mpkit.common.tracebacks.public`).
+Schedules, plans, traces, timelines, replays, estimates and advice need only sizes and records, and import no torch:
+they also run without it, such as in a browser. Code that trains, or reads a model, imports torch when it is used. If
+that fails, the user's public call says so (`mpkit.common.tracebacks.public`).
 """
-
-from __future__ import annotations
 
 from importlib.util import find_spec
 
@@ -13,7 +11,7 @@ from mpkit.errors import NeedsTorch
 
 
 def needs_notebook(what: str, error: ImportError) -> ImportError:
-    """Return an ImportError that says how to install what `what` needs, and what works without it.
+    """Return an ImportError that says how to install the packages that `what` needs, and what works without them.
 
     >>> print(str(needs_notebook("the live timeline", ImportError("No module named 'anywidget'"))).splitlines()[0])
     the live timeline needs packages that only notebooks need (No module named 'anywidget'):
@@ -44,19 +42,11 @@ def needs_torch(what: str) -> NeedsTorch:
 
 
 def require_torch(what: str) -> None:
-    """Check that PyTorch is installed, without importing it.
-
-    Raises:
-        NeedsTorch: It is not.
-    """
+    """Check that PyTorch is installed, without importing it."""
     if find_spec("torch") is None:
         raise needs_torch(what)
 
 
 def lacks_torch(error: BaseException) -> bool:
-    """Return whether an import failed because PyTorch is not installed.
-
-    >>> lacks_torch(ModuleNotFoundError("No module named 'torch'", name="torch"))
-    True
-    """
+    """Return whether an import failed because PyTorch is not installed."""
     return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch"

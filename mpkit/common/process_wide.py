@@ -1,9 +1,9 @@
-"""What the whole process shares and mpkit changes for a moment: one thread at a time, and output of one thread only.
+"""State of the whole process that mpkit changes for a moment: one thread at a time, and output of one thread only.
 
-Random states, warnings' filters, torch's threads and sys.stdout belong to the process. Two threads that each change and
-restore them would restore what the other has changed, for good. So whoever does that holds `LOCK`. `Replacements` are
-attributes of other modules and classes that are replaced for a while. And: how many cores this process may use, and its
-memory closed to other processes of the same user.
+Random states, warnings' filters, torch's threads and sys.stdout belong to the process. Two threads that change and
+restore them at once would restore each other's changes, for good. So code that does that holds `LOCK`. `Replacements`
+replace attributes of other modules and classes for a while. And: the cores that this process may use, and closing its
+memory to other processes of the same user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class Replacements:
-    """What was replaced, to be restored in the reverse order.
+    """Replaced attributes, to be restored in the reverse order.
 
     >>> import math
     >>> replaced = Replacements()
@@ -55,11 +55,9 @@ crashes the process where another thread frees it meanwhile (python/cpython#1301
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Drop what this thread, and threads that it starts, print or warn of inside; others do so as before."""
+    """Drop the output and warnings of this thread and of threads that it starts, inside the block."""
     before = sys.stdout
-    while (
-        isinstance(before, _StreamBeforeThread) and before.has_ended
-    ):  # one that somebody has put back since
+    while isinstance(before, _StreamBeforeThread) and before.has_ended:  # somebody has put it back since
         before = before.stream
     filtered = sys.stdout = _StreamBeforeThread(before)
     _LAST.append(filtered)
@@ -81,7 +79,7 @@ def silent() -> Iterator[None]:
 
 
 class _StreamBeforeThread:
-    """A stream as it was for the threads that ran when this was made, but for the one that made it."""
+    """A stream that passes on the output of threads that ran when this was made, but for the one that made it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -115,15 +113,8 @@ class _StreamBeforeThread:
         return getattr(self.stream, name)
 
 
-# ---- what the system says of this process, and is told ------------------------------------------------------------
-
-
 def cores() -> int:
-    """Return the number of cores that this process may run on, which containers and `taskset` limit.
-
-    >>> 1 <= cores() <= os.cpu_count()
-    True
-    """
+    """Return the number of cores that this process may run on, which containers and `taskset` limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -132,8 +123,8 @@ def cores() -> int:
 def make_undumpable() -> None:
     """Close this process's memory and open files to other processes of this user, and to children (Linux only).
 
-    Without it, any process of the same user may open `/proc/PID/mem` and `/proc/PID/fd`. Root still may. Children
-    inherit it until they call exec. The process writes no core dump.
+    Otherwise any process of the same user may open `/proc/PID/mem` and `/proc/PID/fd`; root still may. Children inherit
+    this until they call exec. The process writes no core dump.
     """
     if sys.platform == "linux":
         pr_set_dumpable = 4

@@ -5,8 +5,6 @@ that set the writing direction make a line read as something else. All code that
 these functions.
 """
 
-from __future__ import annotations
-
 import html
 import re
 

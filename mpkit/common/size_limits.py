@@ -1,6 +1,4 @@
-"""Files from strangers: how long a text is, and how many values it holds, is known before any of them is made."""
-
-from __future__ import annotations
+"""Files from strangers: the length of a text, and the number of its values, are checked before any value is made."""
 
 import errno
 import json
@@ -10,11 +8,7 @@ from typing import Any
 
 
 def read_text(path: Path, most: int = 2**24) -> str:
-    """Return the text of a file in UTF-8, without a mark of the byte order.
-
-    Raises:
-        OSError: it is no file, or cannot be read.
-        ValueError: it is no text, or has more bytes than `most`.
+    """Return the text of a file in UTF-8, without a byte order mark; at most so many bytes.
 
     >>> size = Path(__file__).stat().st_size
     >>> text = read_text(Path(__file__), size)
@@ -23,7 +17,7 @@ def read_text(path: Path, most: int = 2**24) -> str:
         ...
     ValueError: ...size_limits.py has more than ... bytes
     """
-    if not path.is_file():  # a pipe would keep whoever opens it
+    if not path.is_file():  # opening a pipe would block
         number = errno.EINVAL if path.exists() else errno.ENOENT
         raise OSError(number, "it is no file" if path.exists() else os.strerror(number), str(path))
     with path.open("rb") as file:
@@ -34,18 +28,10 @@ def read_text(path: Path, most: int = 2**24) -> str:
 
 
 def read_json(text: str, most: int = 1_000_000, *, unique: bool = False) -> Any:
-    """Return what a text of JSON says.
+    """Return the value of a JSON text of at most so many values; with `unique`, a repeated key is an error.
 
     An empty list takes 3 characters of text and 64 bytes of memory. So values are counted first, by commas and opening
     brackets; those within strings count too.
-
-    Args:
-        text: the text.
-        most: the most values that it may hold.
-        unique: whether a key that an object has twice is an error, too.
-
-    Raises:
-        ValueError: it is no JSON, is nested too deeply, or holds more than so many values.
 
     >>> read_json('{"a": [1, 2]}')
     {'a': [1, 2]}

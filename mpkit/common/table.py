@@ -1,7 +1,5 @@
 """A table of words, as lines of text for a terminal and as HTML for a notebook: words to the left, numbers right."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from mpkit.common.safe_text import escape
@@ -13,14 +11,10 @@ LONG = 60
 
 
 def table_text(rows: Rows, left: Collection[int] = (0,)) -> list[str]:
-    """Return a line per row, its columns aligned.
+    """Return a line per row, its columns aligned; `left` are the numbers of the columns of words.
 
     >>> print(*table_text([["plan", "step"], ["DDP", "1.20 s"]]), end=" |")
     plan    step DDP   1.20 s |
-
-    Args:
-        rows: the cells; the first row may be the heads.
-        left: the numbers of the columns of words; those of numbers end where their heads end.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,8 +1,7 @@
 """Every private name of torch that mpkit uses. No other module imports one (`tests/repository/test_torch_private.py`).
 
-torch may rename or remove a private name in any release: `torch_private.toml` says what mpkit does with each. A name
-that is missing raises an error that says so, when the first module asks for it. Nothing is imported before that, and
-this module needs no torch.
+torch may rename or remove a private name in any release: `torch_private.toml` says what mpkit does with each. The first
+import of a missing name raises an error that says so. This module imports nothing before that, and needs no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SEEN = ("2.11", "2.13", "2.14", "2.15")
 """The releases of torch that have all of these names."""
 
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""What torch.utils.checkpoint calls around a block, the newest name first: since 2.14, and before."""
+"""Names of the function that torch.utils.checkpoint calls around a block: since 2.14, and before."""
 
 
 @cache
@@ -48,7 +47,7 @@ def places() -> dict[str, str]:
 
 
 def current(name: str) -> Any:
-    """Return what torch has by a private name now, which a program may have replaced.
+    """Return torch's present object of a private name, which a program may have replaced.
 
     Raises:
         KeyError: no row lists the name.
@@ -68,7 +67,7 @@ def current(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return what torch has by a private name: `from mpkit.common.torch_private import NAME` comes here."""
+    """Return torch's object of a private name, for `from mpkit.common.torch_private import NAME`."""
     try:
         return current(name)
     except KeyError:

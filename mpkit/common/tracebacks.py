@@ -1,14 +1,12 @@
 """Tracebacks that end at the user's line: frames of mpkit, and of torch below them, are folded away.
 
-The last line of a traceback explains the mistake; above it Python prints every frame on the way to the check that
-found it. A public function that is decorated with `public` removes the frames of mpkit and of torch from an
-exception's traceback as it leaves. Frames of the user's own functions that mpkit called (a model, a dataset) stay.
-An exception that looks like a bug in mpkit itself keeps all of its frames. `show_internals()` keeps them always.
+The last line of a traceback explains the mistake; above it Python prints every frame down to the check that found it.
+A function decorated with `public` removes the frames of mpkit and of torch from an exception's traceback as it leaves.
+Frames of the user's own functions that mpkit called (a model, a dataset) stay. An exception that looks like a bug in
+mpkit itself keeps all of its frames, and `show_internals()` keeps them always.
 
-Nothing is patched, neither sys.excepthook nor IPython, so it works the same in scripts, notebooks and debuggers.
+Nothing is patched, neither sys.excepthook nor IPython, so this works the same in scripts, notebooks and debuggers.
 """
-
-from __future__ import annotations
 
 import functools
 import inspect
@@ -31,7 +29,7 @@ FOLDED = ("mpkit", "torch", "contextlib", "functools")
 """Top-level packages whose frames are folded."""
 
 MISTAKES = (ValueError, MpkitError)
-"""The errors that mpkit raises on purpose; anything else that is raised in mpkit is a bug of its own."""
+"""The errors that mpkit raises on purpose; any other that starts in mpkit is a bug of its own."""
 
 _PACKAGES = [f"{Path(__file__).parents[1]}/"]
 _STDLIB = sysconfig.get_path("stdlib")
@@ -81,7 +79,7 @@ def public(thing: Thing) -> Thing:
 
 
 def _suggest_attribute(self: object, name: str) -> Any:
-    """Raise the AttributeError of an attribute that is not there, and name the nearest one (IPython does not)."""
+    """Raise the AttributeError of a missing attribute, with the nearest one's name (IPython does not give it)."""
     if name.startswith("_") or hasattr(type(self), name):
         return object.__getattribute__(self, name)  # raises Python's own error, or that of the property
     near = get_close_matches(name, [each for each in dir(self) if not each.startswith("_")], 1, 0.6)
@@ -104,7 +102,7 @@ def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise needs_torch(f"mk.{function.__qualname__.removesuffix('.__init__')}") from None
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # it came from within the function, which began
+                    raise  # from within the function, which had begun
                 raise mistaken_call(function, args, kwargs) from None
         except BaseException as error:
             if not _Switch.shown:
@@ -123,79 +121,68 @@ def fold_chain(error: BaseException) -> None:
         if folds(each):
             each.__traceback__ = fold(each.__traceback__, isinstance(each, KeyboardInterrupt))
             context = each.__context__
+            # Without a line of the user's code, the context is mpkit's own handling of the error.
             if context is not None and context.__traceback__ is not None and not _visible(context):
-                each.__suppress_context__ = (
-                    True  # mpkit's own handling of the error, which involves no line of the user's code
-                )
+                each.__suppress_context__ = True
         each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Return whether mpkit's own import failed, and not one in a function of the user's."""
+    """Return whether mpkit's own import failed, and not one in the user's function."""
     frames = [frame for frame, _ in _frames(error.__traceback__) if not _is_standard(frame)]
     return _root(frames[-1]) == "mpkit"
 
 
 def _visible(error: BaseException) -> bool:
-    """Return whether a line of the user's is in the exception's traceback."""
+    """Return whether a line of the user's code is in the exception's traceback."""
     return any(not _is_folded(frame) for frame, _ in _frames(error.__traceback__))
 
 
 def folds(error: BaseException) -> bool:
-    """Return whether to fold the frames of an exception.
-
-    They do not help a user if mpkit found the user's mistake, or if the error is in the user's own code.
-    """
+    """Return whether to fold an exception's frames: the user's code raised it, or mpkit found the user's mistake."""
     if isinstance(error, KeyboardInterrupt):
         return True
     frames = [frame for frame, _ in _frames(error.__traceback__)]
     internal = [i for i, frame in enumerate(frames) if _is_folded(frame)]
     below = frames[internal[-1] + 1 :] if internal else frames
-    if below:  # mpkit called this; its own calls into the standard library do not concern the user
+    if below:  # mpkit called these; its own calls into the standard library do not concern the user
         return not all(_is_standard(frame) for frame in below)
     user = max((i for i, frame in enumerate(frames) if not _is_folded(frame)), default=len(frames))
     if any(_module(frame).startswith("torch.distributed") for frame in frames[user + 1 :]):
-        return True  # the user's own call, which torch refused
+        return True  # the user's own call, which torch rejected
     return isinstance(error, MISTAKES) and bool(frames) and _root(frames[-1]) == "mpkit"
 
 
 def fold(trace: TracebackType | None, interrupted: bool = False) -> TracebackType | None:
     """Return the traceback without the frames of mpkit and torch.
 
-    Args:
-        trace: the traceback.
-        interrupted: it ends where Ctrl-C found mpkit waiting; what waits is Python's own, and folded as well.
+    After Ctrl-C (`interrupted`), those of Python's own at its end are folded too: mpkit was waiting in them.
     """
     frames = list(_frames(trace))
     while interrupted and frames and (_is_standard(frames[-1][0]) or _is_folded(frames[-1][0])):
         frames.pop()
-    kept = [(frame, at) for frame, at in frames if not _is_folded(frame)]
     folded = None
-    for frame, at in reversed(kept):
-        folded = TracebackType(folded, frame, at.tb_lasti, at.tb_lineno)
+    for frame, at in reversed(frames):
+        if not _is_folded(frame):
+            folded = TracebackType(folded, frame, at.tb_lasti, at.tb_lineno)
     return folded
 
 
 def fold_stack(text: str) -> str:
-    """Return a stack written by faulthandler without the lines of mpkit and torch; all of it if nothing is left."""
+    """Return faulthandler's stack without the lines of mpkit and torch; all of it if nothing is left."""
+    places = [*_PACKAGES, *(f"{sysconfig.get_path(kind)}/torch/" for kind in ("purelib", "platlib"))]
     lines = text.strip().splitlines()
-    kept = [line for line in lines if not any(f'"{place}' in line for place in _places())]
+    kept = [line for line in lines if not any(f'"{place}' in line for place in places)]
     return "\n".join(kept if any("File " in line for line in kept) and not _Switch.shown else lines)
 
 
 def level_of_user() -> int:
-    """Return the `stacklevel` with which a warning by the caller of this function is shown at the user's line."""
+    """Return the `stacklevel` that shows a warning of this function's caller at the user's line."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and _is_folded(frame):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _places() -> Iterator[str]:
-    yield from _PACKAGES
-    for kind in ("purelib", "platlib"):
-        yield f"{sysconfig.get_path(kind)}/torch/"
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:

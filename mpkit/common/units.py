@@ -1,7 +1,5 @@
 """Format numbers and lines for people."""
 
-from __future__ import annotations
-
 from textwrap import fill
 
 
@@ -34,9 +32,7 @@ def bytes_text(value: float) -> str:
 def memory_text(value: float, like: float = 0) -> str:
     """Format bytes of memory in GiB, MiB or KiB, as drivers and frameworks report it.
 
-    Args:
-        value: bytes.
-        like: the largest amount of a table or a list, whose unit all its amounts have; 0: the value's own.
+    `like` is the largest amount of a table or a list, whose unit all its amounts have; 0: the value's own.
 
     >>> memory_text(45.31 * 2**30), memory_text(0.25 * 2**30), memory_text(0)
     ('45.3 GiB', '256 MiB', '0 B')
@@ -53,7 +49,7 @@ def memory_text(value: float, like: float = 0) -> str:
 
 
 def memory_share(part: float, whole: float) -> str:
-    """Format bytes of memory out of those that are there, with one unit.
+    """Format bytes of memory out of the whole, with one unit.
 
     >>> memory_share(45.31 * 2**30, 79.1 * 2**30), memory_share(0.5 * 2**30, 79.1 * 2**30)
     ('45.3 of 79.1 GiB', '0.50 of 79.1 GiB')
@@ -63,7 +59,7 @@ def memory_share(part: float, whole: float) -> str:
 
 
 def memory_unit(value: float) -> tuple[int, str]:
-    """Return the bytes of the unit in which memory of this size is told, and the unit's name.
+    """Return the unit for memory of this size: its bytes and its name.
 
     >>> memory_unit(3e9), memory_unit(3e6)
     ((1073741824, 'GiB'), (1048576, 'MiB'))
@@ -75,7 +71,7 @@ def memory_unit(value: float) -> tuple[int, str]:
 
 
 def trim_zeros(words: str) -> str:
-    """Shorten a round amount, which needs no digits behind the point.
+    """Drop the digits behind the point of a round amount.
 
     >>> trim_zeros("20.0 MiB"), trim_zeros("100 ms"), trim_zeros("0 B")
     ('20 MiB', '100 ms', '0')
@@ -113,12 +109,9 @@ def _digits(value: float) -> str:
 
 
 def wrapped(line: str, indent: int = 0, width: int = 96) -> str:
-    """Return a line in lines that a notebook's cell does not break within a word.
+    """Wrap a line, which may begin with blanks, so that a notebook's cell does not break it within a word.
 
-    Args:
-        line: one line, which may begin with blanks.
-        indent: by how many blanks the further lines are indented; 0: by two more than the first.
-        width: characters of a line.
+    Further lines have an indent of so many blanks; 0: two more than the first.
 
     >>> print(wrapped("  - one two three", width=12))
       - one two

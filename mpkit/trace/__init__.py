@@ -43,19 +43,6 @@ from mpkit.trace.records import (
 from mpkit.trace.trace import Trace
 
 __all__ = [
-    "CATEGORIES",
-    "HEADER",
-    "MAGIC",
-    "MEMORY",
-    "OP",
-    "SAMPLE",
-    "SENT_PART",
-    "TIMED_BY_EVENTS",
-    "VALUE",
-    "Kind",
-    "Lane",
-    "RankTrace",
-    "Trace",
-    "lane_of",
-    "read_rank",
-]
+    "CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "SAMPLE", "SENT_PART", "TIMED_BY_EVENTS", "VALUE", "Kind", "Lane",
+    "RankTrace", "Trace", "lane_of", "read_rank",
+]  # fmt: skip

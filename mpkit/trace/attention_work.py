@@ -1,13 +1,13 @@
-"""How much attention each rank of a sequence computed, by step: pairs of a query and a key, in all heads and layers.
+"""The attention that each rank of a sequence computed, by step: pairs of a query and a key, in all heads and layers.
 
-Ranks that share sequences wait for the one with the most. A result is right whoever computes it, so that only this
-count shows an imbalance.
+Ranks that share sequences wait for the one with the most. Only this count shows an imbalance, since the result is the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 ATTENDED = 3
-"""The kind of a logged value that is the number of pairs of a query and a key in a step."""
+"""The kind of logged values that are the number of pairs of a query and a key in a step."""
 
 
 class AttentionWork(DrawnResult):
-    """The attention that ranks computed; it prints as a table of the last step, and shows itself as a picture.
+    """The attention that ranks computed; it prints as a table of the last step, and is drawn as a picture.
 
     >>> work = AttentionWork(np.array([[20.0, 68.0]]), first=0, groups=[(0, 1)])
     >>> work.by_rank, round(work.imbalance, 3)
@@ -35,9 +35,6 @@ class AttentionWork(DrawnResult):
         pairs: [steps, ranks], the pairs of a query and a key that each rank computed.
         first: the number of the first step.
         groups: the ranks that share sequences, and so wait for each other.
-
-    Attributes:
-        pairs, first, groups: as given.
     """
 
     def __init__(self, pairs: npt.NDArray[np.float64], first: int, groups: Sequence[tuple[int, ...]]) -> None:
@@ -51,7 +48,7 @@ class AttentionWork(DrawnResult):
 
     @property
     def imbalance(self) -> float:
-        """The last step's pairs of the busiest rank, divided by the mean of those that share its sequences."""
+        """The busiest rank's pairs in the last step, divided by the mean of the ranks that share its sequences."""
         last = self.pairs[-1]
         return max(float(last[list(g)].max() / max(last[list(g)].mean(), 1e-300)) for g in self.groups)
 
@@ -61,20 +58,15 @@ class AttentionWork(DrawnResult):
         Raises:
             ImportError: pandas is not installed.
         """
-        listed: list[tuple[Any, ...]] = [
-            (self.first + step, rank, self.pairs[step, rank]) for step, rank in np.ndindex(self.pairs.shape)
-        ]
+        cells = np.ndenumerate(self.pairs)
+        listed = ((self.first + step, rank, pairs) for (step, rank), pairs in cells)
         return data_frame(listed, ["step", "rank", "pairs"])
 
     __repr__ = DrawnResult.__str__
 
 
 def attention_work_of(ranks: Sequence[RankTrace], groups: Sequence[tuple[int, ...]]) -> AttentionWork:
-    """Return the work of the steps that every rank has counted.
-
-    Raises:
-        ValueError: no rank has counted any.
-    """
+    """Return the work of the steps that every rank has counted."""
     counts: list[dict[int, float]] = []
     for rank in ranks:
         mine = rank.values[rank.values["kind"] == ATTENDED]

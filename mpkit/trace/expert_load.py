@@ -1,4 +1,4 @@
-"""How many rows each expert of a model computed, by layer and step: what the routers of all ranks chose together."""
+"""The rows that each expert of a model computed, by layer and step: the joint choice of all ranks' routers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Rows = npt.NDArray[np.float64]
 ROWS = 2
-"""The kind of a logged value that is an expert's rows in a step, named by the layer, "[" and the expert's number."""
+"""The kind of logged values that are an expert's rows in a step, named by the layer, "[" and the expert's number."""
 
 
 class ExpertLoad(DrawnResult):
-    """The load of experts; it prints as a table of the last step, and shows itself as a picture of all steps.
+    """The load of experts; it prints as a table of the last step, and is drawn as a picture of all steps.
 
     >>> load = ExpertLoad({"block0": np.array([[[6.0, 2.0]], [[4.0, 4.0]]])}, first=0)  # two steps of one rank
     >>> load.imbalance("block0").tolist()
@@ -34,7 +34,6 @@ class ExpertLoad(DrawnResult):
         first: the number of the first step.
 
     Attributes:
-        sent, first: as given.
         rows: by layer [steps, experts], the rows that each expert computed.
     """
 
@@ -43,7 +42,7 @@ class ExpertLoad(DrawnResult):
         self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
     def imbalance(self, layer: str) -> Rows:
-        """Return, by step, the rows of a layer's busiest expert divided by their mean: 1 if all are equally busy."""
+        """Return the rows of a layer's busiest expert divided by the mean, by step: 1 if all are equally busy."""
         rows = self.rows[layer]
         busiest: Rows = rows.max(axis=1) / np.maximum(rows.mean(axis=1), 1e-300)
         return busiest
@@ -54,25 +53,23 @@ class ExpertLoad(DrawnResult):
         Raises:
             ImportError: pandas is not installed.
         """
-        columns = ["layer", "step", "expert", "rows"]
-        listed: list[tuple[Any, ...]] = [
+        listed = (
             (layer, self.first + step, expert, rows[step, expert])
             for layer, rows in self.rows.items()
             for step, expert in np.ndindex(rows.shape)
-        ]
-        return data_frame(listed, columns)
+        )
+        return data_frame(listed, ["layer", "step", "expert", "rows"])
 
     def balance(self, replicas: int, gpus: int) -> Any:
-        """Return where DeepSeek's balancer (EPLB) would place the experts after the last step, some more than once.
+        """Return DeepSeek's balanced placement (EPLB) of the experts after the last step, with copies of some.
 
         >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
         >>> print(load.balance(6, gpus=2).imbalance["block0"])
         (1.6666666666666667, 1.1666666666666667)
 
         Args:
-            replicas: the slots for experts of each layer, on all GPUs together: as many as there are experts, or more
-                for copies of busy ones.
-            gpus: how many divide the experts (`Plan(ep=gpus)`).
+            replicas: the slots for each layer's experts on all GPUs together: as many as experts, or more for copies.
+            gpus: the number of GPUs that divide the experts (`Plan(ep=gpus)`).
 
         Returns:
             An `ExpertBalance`: `layers` with `phy2log`, `load_before` and `load_after`; `imbalance`, `time_ratio`,
@@ -87,12 +84,7 @@ class ExpertLoad(DrawnResult):
 
 
 def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
-    """Return the rows of all ranks together, of the steps that every rank has counted.
-
-    Raises:
-        ValueError: no rank has counted any.
-        TraceError: what is recorded is far too little for as many steps as it tells of.
-    """
+    """Return the rows of all ranks, for the steps that every rank has counted."""
     counts: dict[str, dict[tuple[int, int, int], float]] = {}
     latest: list[int] = []
     for number, rank in enumerate(ranks):

@@ -1,7 +1,5 @@
 """Reading the files of a rank, whether complete, growing or truncated."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -27,10 +25,9 @@ class RankTrace:
         memory: (m,) array of `MEMORY`.
         names: the strings that `ops` refers to.
         state: "running" (or, if the run is over, cut off while running), "finished" or "failed".
-        values: (k,) array of `VALUE`: what `ctx.log` wrote; none in traces from before there was such a thing.
-        samples: (s,) array of `SAMPLE`: utilisation and memory of its GPU; none where none was sampled.
-        sent_parts: (k,) array of `SENT_PART`: what its all-to-alls of uneven parts sent to whom; none in older traces,
-            and where all parts were equal.
+        values: (k,) array of `VALUE`: what `ctx.log` wrote; none in older traces.
+        samples: (s,) array of `SAMPLE`: utilisation and memory of its GPU, if they were sampled.
+        sent_parts: (k,) array of `SENT_PART`: the parts of its uneven all-to-alls; none in older traces.
     """
 
     ops: npt.NDArray[Any]
@@ -46,7 +43,7 @@ class RankTrace:
         return self.names[line] if 0 <= line < len(self.names) else "?"
 
     def sent_since(self, first: int) -> npt.NDArray[Any]:
-        """Return what the all-to-alls from an op on sent, with ops counted from that one."""
+        """Return the parts of all-to-alls from an op on, with ops counted from that one."""
         later: npt.NDArray[Any] = self.sent_parts[self.sent_parts["op"] >= first]
         later["op"] -= first
         return later
@@ -56,7 +53,7 @@ def read_rank(folder: Path, number: int) -> RankTrace:
     """Read what rank `number` has recorded so far, as copies, so that the files may be deleted.
 
     Raises:
-        TraceError: a file is of another version, or is not what a rank wrote.
+        TraceError: a file is of another version, or a rank did not write it.
     """
     ops, state, check = _read_records(folder / f"rank{number}.ops", "ops", OP)
     # After the ops: a live replay would take an all-to-all whose parts it does not know for one of equal parts.
@@ -72,8 +69,8 @@ def read_rank(folder: Path, number: int) -> RankTrace:
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
     """Return the bytes of a file that a rank is writing, without a copy; none if it is not there yet, or still empty.
 
-    A rank that ends shortens its files to what they hold. If that happens between the look at the length and the
-    mapping, which then fails, the length is looked at again.
+    A rank that ends shortens its files. If that happens between reading the length and mapping the file, the mapping
+    fails, and the length is read again.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         while length := os.fstat(file.fileno()).st_size:
@@ -85,7 +82,7 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
 def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int, int]:
     """Read the complete records of one file, its state, and the check of the names."""
     nothing = np.empty(0, dtype), 0, 0
-    if not path.is_file():  # not there yet, or something that would block a reader
+    if not path.is_file():  # not there yet, or something that blocks a reader
         return nothing
     try:
         return _read_once(path, part, dtype) or nothing
@@ -102,9 +99,8 @@ def _read_once(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray
     if not head["magic"]:  # just created
         return None
     if bytes(head["magic"]) != MAGIC[part]:
-        raise TraceError(
-            f"{path} is not a file of this version of mpkit: it begins with {bytes(head['magic'])!r}"
-        )
+        magic = bytes(head["magic"])
+        raise TraceError(f"{path} is not a file of this version of mpkit: it begins with {magic!r}")
     there = (len(data) - HEADER.itemsize) // dtype.itemsize
     count = min(int(head["count"]), there)
     body = np.array(data[HEADER.itemsize : HEADER.itemsize + count * dtype.itemsize])
@@ -119,10 +115,9 @@ def _check(path: Path, data: bytes | memoryview, check: int) -> None:
 
 
 def _whole_records(path: Path, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the records up to one that is empty: it is counted, but cannot be seen from this core or disk yet.
+    """Return the records before an empty one, which is counted but not visible from this core or disk yet.
 
-    Raises:
-        TraceError: later ones are not empty, as after a page was lost.
+    If later ones are not empty, a page was lost.
     """
     if not len(records):
         return records
@@ -135,7 +130,7 @@ def _whole_records(path: Path, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
     first = int(empty.argmax())
     if not empty[first:].all():
         raise TraceError(f"{path} is damaged: record number {first:,} is empty, and later ones are not")
-    return records[: max(first - 1, 0)]  # of the one before, a part may be missing
+    return records[: max(first - 1, 0)]  # the one before may be incomplete
 
 
 def _read_names(path: Path, check: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Metrics: what functions on the ranks logged, by name, step and rank; and why a training was ended early."""
+"""Metrics: the values that functions on ranks logged, by name, step and rank; and the reason for an early end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Stop(NamedTuple):
 class Metrics(Mapping[str, dict[int, float]]):
     """Logged values: `metrics["accuracy"]` is a dict of the value by step.
 
-    Where several ranks logged the same name, it is the value of the first of them; `by_rank` returns all. A rank that
-    logged a name twice in one step leaves the later value.
+    If several ranks logged the same name, this is the first one's value; `by_rank` returns all. If a rank logged a name
+    twice in one step, the later value counts.
 
     >>> metrics = Metrics({"lr": {0: {0: 0.1, 1: 0.05}, 1: {0: 0.3}}})
     >>> metrics
@@ -44,9 +44,9 @@ class Metrics(Mapping[str, dict[int, float]]):
     """
 
     def __init__(self, values: Mapping[str, Mapping[int, Mapping[int, float]]] | None = None) -> None:
+        given = (values or {}).items()
         self._values = {
-            name: {rank: dict(by_rank[rank]) for rank in sorted(by_rank)}
-            for name, by_rank in (values or {}).items()
+            name: {rank: dict(each) for rank, each in sorted(ranks.items())} for name, ranks in given
         }
 
     def __getitem__(self, name: str) -> dict[int, float]:
@@ -89,7 +89,7 @@ class Metrics(Mapping[str, dict[int, float]]):
 
 
 def metrics_of(ranks: Sequence[RankTrace]) -> Metrics:
-    """Return what the ranks logged, names in the order in which they were first logged."""
+    """Return the values that ranks logged, names in the order in which they were first logged."""
     first: dict[str, int] = {}
     values: dict[str, dict[int, dict[int, float]]] = {}
     for number, rank in enumerate(ranks):

@@ -1,6 +1,6 @@
 """Whether two ranks' calls match, and what to say if they do not.
 
-Issued        a communication as one rank issued it, found in its trace by group and number
+IssuedCall    a communication as one rank issued it, found in its trace by group and number
 fits          compares kind, root, dtype, shape and reduction of a collective, or dtype and shape of a message
 why_not       says in one sentence which ranks and lines do not match, and what would work
 """
@@ -22,7 +22,7 @@ SHARDED = (
     "in a module of its own), zero=2 keeps parameters whole; or call the "
     "layer in any case, of no samples, layer(x[:0]), where there are none for it."
 )
-"""What to say if ranks call different layers whose parameters are sharded."""
+"""The advice if ranks call different layers whose parameters are sharded."""
 
 ROOT_ARGUMENT = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.REDUCE: "dst", Kind.GATHER: "dst"}
 """The name of the argument for the root."""
@@ -32,29 +32,17 @@ FIRST_COMM, LAST_COMM = 32, 63
 
 @dataclass(frozen=True)
 class IssuedCall:
-    """A communication that a rank issued.
-
-    Attributes:
-        rank: the rank that issued it.
-        kind: the kind; `Kind.WAIT` for the creation of a group, which takes a number among all ranks' collectives.
-        group: the group as the trace spells it: "0,1,2,3", or "0>1#tag" for a message.
-        number: the number of the call in that group.
-        peer: the root of a collective, the other end of a message, or -1.
-        text: the arguments, such as 'float32[4], op="sum"'; "" in a training, which does not record them.
-        nbytes: bytes of the payload.
-        where: the line that issued it, such as "file.py:12 in function".
-        layer: the layer of which it sends something; "" if that is not known.
-    """
+    """A communication that a rank issued."""
 
     rank: int
-    kind: Kind
-    group: str
-    number: int
-    peer: int
-    text: str
-    nbytes: int
-    where: str
-    layer: str = ""
+    kind: Kind  # WAIT for the creation of a group, which takes a number among all ranks' collectives
+    group: str  # as the trace spells it: "0,1,2,3", or "0>1#tag" for a message
+    number: int  # of the call in that group
+    peer: int  # the root of a collective, the other end of a message, or -1
+    text: str  # the arguments, such as 'float32[4], op="sum"'; "" in a training, which does not record them
+    nbytes: int  # of the payload
+    where: str  # the line that issued it, such as "file.py:12 in function"
+    layer: str = ""  # whose parameters or gradients it sends, if known
 
     @classmethod
     def from_record(cls, rank: int, trace: RankTrace, op: Any) -> IssuedCall:
@@ -67,7 +55,7 @@ class IssuedCall:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """Say which communication it is, in words: "recv from rank 0 (tag 3, number 0)"."""
+        """Name the communication: "recv from rank 0 (tag 3, number 0)"."""
         if self.is_message:
             towards = "to" if self.kind == Kind.SEND else "from"
             return f"{self.kind.word} {towards} rank {self.peer} (tag {self.tag}, number {self.number})"
@@ -81,7 +69,7 @@ class IssuedCall:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is one end of a message."""
+        """Whether this is one end of a message."""
         return self.kind in (Kind.SEND, Kind.RECV)
 
     @property
@@ -116,7 +104,7 @@ class IssuedCall:
 
 
 def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> IssuedCall | None:
-    """Return what this rank issued as the `number`-th communication of `group`; None if it has not got there."""
+    """Return the `number`-th communication of `group` on this rank; None if it has not got there."""
     ops = trace.ops
     kind = ops["kind"]
     issues = ((kind >= FIRST_COMM) & (kind <= LAST_COMM)) | (kind == Kind.WAIT)
@@ -127,7 +115,7 @@ def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> IssuedC
 
 
 def fits(a: IssuedCall, b: IssuedCall) -> bool:
-    """Return whether two ranks' ends of one communication match; by size, if dtype and shape were not recorded."""
+    """Return whether two ranks' ends of one communication match: by size, if dtype and shape were not recorded."""
     same = a.text == b.text if a.text and b.text else a.nbytes == b.nbytes
     if a.is_message or b.is_message:
         return same
@@ -235,7 +223,7 @@ class _Tensor:
 
     @property
     def empty(self) -> str:
-        """Python code that makes an empty one."""
+        """Python code that makes an empty tensor like this."""
         shape = str(self.shape[0]) if len(self.shape) == 1 else str(self.shape)
         dtype = "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
         return f"torch.empty({shape}{dtype})"

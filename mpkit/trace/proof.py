@@ -14,11 +14,11 @@ class Proof:
     """What is known of a run's equality with serial training.
 
     Attributes:
-        steps: the steps that were found equal, counted from 1.
+        steps: the steps that are equal, counted from 1.
         loss: the largest relative difference of a loss in these steps.
         weights: the largest difference of a weight, relative to the largest weight of its tensor.
-        why_not: why no step, or not every one that was due, was compared, or what is not that of the whole batch.
-        difference: the message of the difference that was found; "" if there is none.
+        why_not: why no step, or not every due one, was compared, or what is not that of the whole batch.
+        difference: the message of a difference; "" if there is none.
 
     >>> print(Proof((1, 2, 17), 2e-9, 4e-10))
     equal to serial training in steps 1, 2 and 17: loss within 2e-09, weights within 4e-10
@@ -41,7 +41,7 @@ class Proof:
 
     @property
     def badge(self) -> str:
-        """The status in a few words; "" as long as nothing is known.
+        """The status in a few words; "" while nothing is known.
 
         >>> Proof((1, 2)).badge, Proof(why_not="verify=False").badge, Proof().badge
         ('equal to serial training in steps 1 and 2', 'not verified: verify=False', '')
@@ -78,13 +78,9 @@ class Proof:
         steps = known.get("steps")
         if not isinstance(steps, list) or any(type(step) is not int for step in steps):
             return None
-        numbers = [known.get(name, 0.0) for name in ("loss", "weights")]
-        words = [known.get(name, "") for name in ("why_not", "difference")]
-        if not all(type(number) in (int, float) for number in numbers) or not all(
-            type(w) is str for w in words
-        ):
-            return None
-        return cls(**known | {"steps": tuple(steps)})
+        numbers = all(type(known.get(name, 0.0)) in (int, float) for name in ("loss", "weights"))
+        words = all(type(known.get(name, "")) is str for name in ("why_not", "difference"))
+        return cls(**known | {"steps": tuple(steps)}) if numbers and words else None
 
 
 def power(difference: float) -> str:
@@ -93,7 +89,7 @@ def power(difference: float) -> str:
 
 
 def number_steps(steps: tuple[int, ...]) -> str:
-    """Name the steps, ranges of them as such.
+    """Name the steps, with ranges.
 
     >>> number_steps((1,)), number_steps((1, 2, 17)), number_steps((1, 2, 3, 4, 9))
     ('step 1', 'steps 1, 2 and 17', 'steps 1 to 4 and 9')

@@ -1,7 +1,5 @@
 """What is recorded: the kinds of operations, the lanes that they run on, and the columns of a record."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np
@@ -46,9 +44,7 @@ class Kind(IntEnum):
     COPY_TO_DEVICE = 64
     COPY_TO_HOST = 65
     # data lane
-    DATA = (
-        96  # reading, collating and copying samples, or waiting for workers or the caller's process to do so
-    )
+    DATA = 96  # reading, collating and copying samples, or waiting for workers or the caller's process
     # no lane
     STEP = 128  # one training step; `value` is its loss, on the ranks that know it
 
@@ -74,8 +70,7 @@ def lane_of(kind: int) -> Lane:
 
 
 LAYER = "layer "
-"""How the name of a communication begins that sends parameters or gradients of one layer, in a training."""
-
+"""Prefix of the names of communications that send parameters or gradients of one layer, in a training."""
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 """What memory holds. A MEMORY record's `category` is an index into these."""
@@ -110,10 +105,11 @@ OP = np.dtype(
         # ns of the machine's monotonic clock. Communication starts when issued and ends when seen to be complete.
         ("start", "<i8"),
         ("end", "<i8"),  # 0 while the op is open
+        # Nanoseconds of CPU time that the rank's thread used meanwhile, for compute ops other than WAIT.
         (
             "cpu",
             "<i8",
-        ),  # ns of CPU time that the rank's thread used in between, for compute ops other than WAIT
+        ),
         ("bytes", "<i8"),  # payload of a communication or copy; bytes that a compute op touches, 0 if unknown
         ("flops", "<f8"),  # for a compute op, 0 if unknown
         # An action imported from a GPU: the seconds in which it stood still since its host had launched nothing.
@@ -141,10 +137,8 @@ VALUE = np.dtype(
         ("step", "<i4"),
         ("name", "<u4"),  # a line of rank*.names: the metric's name, or the reason for a stop
         ("value", "<f8"),  # nan for a stop
-        (
-            "kind",
-            "u1",
-        ),  # 0: a metric; 1: this rank asked to stop the training after this step; 2: the rows of an expert
+        # 0: a metric; 1: this rank asked to stop the training after this step; 2: rows of an expert; 3: attended pairs
+        ("kind", "u1"),
         ("pad", "V7"),
     ]
 )

@@ -47,9 +47,9 @@ class Trace:
     def losses(self) -> list[float]:
         """The loss of every step, beginning with step meta["first_step"]; nan for a step of unknown loss.
 
-        It is the loss of the first rank that knows it. Where replicas share a batch (meta["replicas"], the ranks of
-        each), each one knows its share, and all shares are summed. A step in progress counts once its loss is known. A
-        loss of nan or infinity is a loss like any other: a step is left out only while some replica has not got there.
+        It is the loss of the first rank that knows it. If replicas share a batch (meta["replicas"], the ranks of each),
+        each one knows its share, and all shares are summed. A step in progress counts once its loss is known, be it nan
+        or infinite; it is left out only while some replica has not got there.
         """
         replicas = self.meta.get("replicas", [range(len(self.ranks))])
         replica_of = {rank: i for i, ranks in enumerate(replicas) for rank in ranks}
@@ -79,12 +79,12 @@ class Trace:
 
     @property
     def metrics(self) -> Metrics:
-        """What `ctx.log` wrote: by name, by step, the value; see `Metrics`."""
+        """The values that `ctx.log` wrote, by name and step; see `Metrics`."""
         return metrics_of(self.ranks)
 
     @property
     def expert_load(self) -> ExpertLoad:
-        """How many rows each expert computed, by layer and step.
+        """The rows that each expert computed, by layer and step.
 
         Raises:
             ValueError: the model has no experts, or no step is done.
@@ -93,12 +93,11 @@ class Trace:
 
     @property
     def stop(self) -> Stop | None:
-        """Why a training was ended early, as the first rank that asked for it said; None if none did."""
+        """The reason for an early end of a training, from the first rank that asked for it; None if none did."""
         return stop_of(self.ranks)
 
     def check(self) -> Trace:
-        """Check that the trace's records can be put on a clock, and return the trace. Everything that reads a trace
-        does so.
+        """Check that the trace's records can be put on a clock, and return the trace; all readers do so.
 
         Raises:
             TraceError: a record says what no run records: the trace is damaged, or somebody has made it up.
@@ -123,11 +122,12 @@ class Trace:
             head = {"version": VERSION, "ranks": self.world_size, "meta": self.meta}
             archive.writestr("mpkit.json", json.dumps(head))
             for number, rank in enumerate(self.ranks):
-                parts = [("ops", rank.ops), ("mem", rank.memory)]
-                parts += [("log", rank.values)] * bool(len(rank.values))
-                parts += [("gpu", rank.samples)] * bool(len(rank.samples))
-                parts += [("sent", rank.sent_parts)] * bool(len(rank.sent_parts))
-                for part, array in parts:
+                others = [("log", rank.values), ("gpu", rank.samples), ("sent", rank.sent_parts)]
+                for part, array in [
+                    ("ops", rank.ops),
+                    ("mem", rank.memory),
+                    *(o for o in others if len(o[1])),
+                ]:
                     with archive.open(f"rank{number}.{part}.npy", "w") as file:
                         np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
                 archive.writestr(f"rank{number}.json", json.dumps({"names": rank.names, "state": rank.state}))
@@ -138,7 +138,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read what `save` wrote, or the folder of a run, complete or not.
 
-        Nothing in it is executed, and it takes no more time and memory than its size on disk accounts for.
+        This executes nothing in it, and takes time and memory in proportion to its size on disk.
 
         Raises:
             TraceError: the file is not a trace, is of a later version, or is broken.
@@ -160,9 +160,8 @@ class Trace:
                         f"to {VERSION}): pip install --upgrade mpkit"
                     )
                 if not isinstance(head["ranks"], int) or not 0 <= head["ranks"] <= MOST_RANKS:
-                    raise TraceError(
-                        f"{path} says ranks={head['ranks']!r:.60}: a number up to {MOST_RANKS:,} is wanted"
-                    )
+                    wanted = f"a number up to {MOST_RANKS:,} is wanted"
+                    raise TraceError(f"{path} says ranks={head['ranks']!r:.60}: {wanted}")
                 ranks = [_rank_of(archive, number) for number in range(head["ranks"])]
                 return cls(ranks, check_meta(head["meta"], len(ranks)))
         except TraceError:
@@ -176,7 +175,7 @@ class Trace:
 
     @classmethod
     def read(cls, folder: str | Path) -> Trace:
-        """Read the folder of a run, as far as it is written; from a truncated file, read the complete records."""
+        """Read the folder of a run, as far as it is written, and the complete records of truncated files."""
         folder = Path(folder)
         try:
             meta = check_meta(_read_json(folder / "meta.json"))
@@ -185,16 +184,14 @@ class Trace:
                 meta["axes"] = {group: name for each in axes for group, name in each.items()}
             if proof := _read_json(folder / PROOF):
                 meta["proof"] = proof
-            numbers = {
-                int(p.name[4:-4]) for p in folder.glob("rank*.ops") if re.fullmatch(r"\d{1,9}", p.name[4:-4])
-            }
+            names = (path.name[4:-4] for path in folder.glob("rank*.ops"))
+            numbers = {int(name) for name in names if re.fullmatch(r"\d{1,9}", name)}
             size = max([meta.get("world_size", 0), *(n + 1 for n in numbers)], default=0)
             if not size:
                 raise TraceError("it holds no meta.json and no rank0.ops")
             if size > max(MOST_RANKS, meta.get("world_size", 0)):
-                raise TraceError(
-                    f"it has a file of rank {size - 1:,}, and {MOST_RANKS:,} ranks is the most there are"
-                )
+                most = f"{MOST_RANKS:,} ranks is the most there are"
+                raise TraceError(f"it has a file of rank {size - 1:,}, and {most}")
             check_meta(meta, size)
         except TraceError as error:
             raise TraceError(f"{folder} is not the folder of a run: {error}") from None

@@ -1,11 +1,9 @@
 """Checks of a trace before it is put on a clock, since it may come from somebody else or from a damaged disk.
 
 Reading a trace executes nothing in it, and takes time and memory in proportion to its size. But a record may say
-anything: a lane that does not exist, step number 2,147,483,647, a wait for an op that never was. These checks find such
-records and say so in a sentence.
+anything: a lane that does not exist, step number 2,147,483,647, a wait for an op that never was. These checks reject
+such records in a sentence.
 """
-
-from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
@@ -32,20 +30,13 @@ _META: dict[str, type] = {
     "fake": dict, "waiting": list, "stages": list, "clocks": list, "gpus_not_sampled": str, "batch_size": int,
     "failed": str,
 }  # fmt: skip
-"""What is read of a run, with its type in JSON."""
+"""The facts of a run that are read, with their types in JSON."""
 
 _LARGEST = 2**60  # 36 years in ns, a million TB in bytes: larger numbers overflow when they are added up
 
 
 def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
-    """Return what a trace says about its run, if it is a mapping whose numbers can be calculated with.
-
-    Args:
-        ranks: the number of ranks, once that is known.
-
-    Raises:
-        TraceError: it is not such a mapping.
-    """
+    """Return what a trace says about its run of so many ranks, if known; it must be a mapping with usable numbers."""
     if not isinstance(meta, Mapping):
         raise TraceError(
             f"what it says of its run is of type {type(meta).__name__}: names and values are wanted"
@@ -76,11 +67,7 @@ def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
 
 
 def check_unpacked(archive: zipfile.ZipFile, packed: int) -> None:
-    """Check the unpacked size of an archive of `packed` bytes: records shrink to a tenth, zeros to a thousandth.
-
-    Raises:
-        TraceError: it is far larger than that of a trace.
-    """
+    """Check the unpacked size of an archive of `packed` bytes: records shrink to a tenth, zeros to a thousandth."""
     size = sum(member.file_size for member in archive.infolist())
     if size > 64 * 2**20 and size > 100 * packed:
         raise TraceError(
@@ -90,11 +77,7 @@ def check_unpacked(archive: zipfile.ZipFile, packed: int) -> None:
 
 
 def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
-    """Check the records of one rank.
-
-    Raises:
-        TraceError: a record says something impossible.
-    """
+    """Check the records of one rank."""
     ops, memory = rank.ops, rank.memory
     here = np.arange(len(ops))
     wrong = {
@@ -115,9 +98,7 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
     for name, which in changes.items():
         _refuse(f"rank {number}'s change of memory", name, memory[name], which)
     values = rank.values
-    said = {
-        "kind": values["kind"] > 3, "step": values["step"] < 0, "time": _too_large(values["time"]),
-    }  # fmt: skip
+    said = {"kind": values["kind"] > 3, "step": values["step"] < 0, "time": _too_large(values["time"])}
     for name, which in said.items():
         _refuse(f"rank {number}'s value", name, values[name], which)
     _check_sent_parts(rank, number, world_size)
@@ -125,12 +106,8 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
     _refuse(f"rank {number}'s sample of its GPU", "time", samples["time"], _too_large(samples["time"]))
     for name in (SAMPLE.names or ())[1:]:
         most = 100 if name == "utilisation" else _LARGEST
-        _refuse(
-            f"rank {number}'s sample of its GPU",
-            name,
-            samples[name],
-            (samples[name] < 0) | (samples[name] > most),
-        )
+        wrong_values = (samples[name] < 0) | (samples[name] > most)
+        _refuse(f"rank {number}'s sample of its GPU", name, samples[name], wrong_values)
 
 
 def _check_sent_parts(rank: RankTrace, number: int, world_size: int) -> None:
@@ -151,11 +128,7 @@ def _check_sent_parts(rank: RankTrace, number: int, world_size: int) -> None:
 
 
 def check_steps(last: int, first: int, records: int) -> None:
-    """Check the number of the last step: steps are consecutive, each with a record.
-
-    Raises:
-        TraceError: there are far fewer records of steps than steps.
-    """
+    """Check the number of the last step: steps are consecutive, each with a record."""
     if last - first > 1000 * (1 + records):  # some may be missing, since ranks were killed
         raise TraceError(
             f"it tells of step {last:,}, and has {records:,} records of steps from step {first:,} on: this trace is "

@@ -1,48 +1,33 @@
-"""When an op begins and ends: immediately on the CPU, some time later on a GPU or another accelerator.
+"""When an op begins and ends: at once on the CPU, some time later on a GPU or another accelerator.
 
 A GPU works asynchronously: when a forward returns, its kernels may not have started. So CudaClock records an event in
-the stream where an op begins and where it ends. At the end of the step, when the GPU has finished anyway, it reads
-the time of each event. torch.xpu and torch.hpu have the same events as torch.cuda; on mps, which times events
-otherwise, the host's times stand.
+the stream where an op begins and where it ends, and reads their times at the end of the step, when the GPU has finished
+anyway. torch.xpu and torch.hpu have the same events as torch.cuda; on mps, which times events otherwise, the host's
+times stand.
 """
 
-from __future__ import annotations
-
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mpkit.trace import TIMED_BY_EVENTS
 
 
-class Clock(Protocol):
-    """A clock that marks the beginnings and ends of ops, which may run asynchronously."""
+class Clock:
+    """The clock of a CPU, which works synchronously: the wall clock around an op shows the op's time."""
 
-    late: bool
-    """Whether times are known only later: `mark` every op, and `resolve` now and then."""
+    late = False  # whether times are known only later: `mark` every op, and `resolve` now and then
 
     def mark(self, index: int, end: bool) -> None:
-        """Mark the beginning or the end of op `index`, after whatever is queued."""
+        """Mark the beginning or the end of op `index`, after all queued work."""
 
     def resolve(self) -> list[tuple[int, int, int]]:
         """Wait for the device; return (index, start, end) of ops marked twice, in ns of the monotonic clock."""
-
-
-class CpuClock:
-    """The CPU works synchronously: the time that the clock shows around an op is the op's time."""
-
-    late = False
-
-    def mark(self, index: int, end: bool) -> None:
-        """Do nothing: there is nothing to mark."""
-
-    def resolve(self) -> list[tuple[int, int, int]]:
-        """Return nothing: there is nothing to wait for."""
         return []
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Events of CUDA (or XPU, HPU) in the device's current stream, put on the machine's monotonic clock.
 
     An anchor ties the two clocks together: an event on an idle GPU whose host time is known. Event times are
@@ -71,11 +56,9 @@ class CudaClock:
     def resolve(self) -> list[tuple[int, int, int]]:
         """Wait for the device; return (index, start, end) of the ops that have ended since the last call."""
         self._api.synchronize(self._device)
-        resolved = [
-            (index, self._host_time(begin), self._host_time(end)) for index, begin, end in self._ended
-        ]
+        resolved = [(i, self._host_time(begin), self._host_time(end)) for i, begin, end in self._ended]
         self._ended.clear()
-        for index, begin in self._begun.items():  # still open: convert its start now, before the anchor moves
+        for index, begin in self._begun.items():  # still open: convert its start before the anchor moves
             self._begun[index] = self._host_time(begin)
         self._lay_anchor()
         return resolved
@@ -95,9 +78,5 @@ class CudaClock:
 
 
 def clock_for(device: torch.device | None) -> Clock:
-    """Return the clock of a device.
-
-    >>> clock_for(torch.device("cpu")).late
-    False
-    """
-    return CudaClock(device) if device is not None and device.type in TIMED_BY_EVENTS else CpuClock()
+    """Return the clock of a device."""
+    return CudaClock(device) if device is not None and device.type in TIMED_BY_EVENTS else Clock()

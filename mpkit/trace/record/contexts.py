@@ -1,4 +1,4 @@
-"""What a rank is inside: a step, a span, a place in the schedule."""
+"""Contexts of a rank: a step, a span, a place in the schedule."""
 
 from __future__ import annotations
 
@@ -44,13 +44,8 @@ class RecordedSpan:
     def __enter__(self) -> None:
         stage, microbatch, _ = self._recorder.place()
         self._index = self._recorder.begin(
-            Kind.COMPUTE,
-            self._name,
-            stage=stage,
-            microbatch=microbatch,
-            flops=self._flops,
-            nbytes=self._nbytes,
-        )
+            Kind.COMPUTE, self._name, stage=stage, microbatch=microbatch, flops=self._flops, nbytes=self._nbytes
+        )  # fmt: skip
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -1,16 +1,13 @@
-"""A counted clock: what a rank runs on tensors without content takes as long as it would on a device.
+"""A counted clock: code on tensors without content takes as long as it would on a device.
 
-On fake tensors (shapes without numbers) nothing takes as long as it would in reality. So time here is not measured but
-counted: each operator advances the clock by the time of its FLOPs or of its bytes on a chosen device, whichever is
-longer (the roofline, Williams, Waterman and Patterson 2009). The recorder reads that clock instead of the wall clock,
-so that ops, their communication and the memory that they free get the times that they would have there.
+Time on fake tensors (shapes without numbers) means nothing. So it is not measured but counted: each operator advances
+the clock by the time of its FLOPs or of its bytes on a chosen device, whichever is longer (the roofline, Williams,
+Waterman and Patterson 2009). The recorder reads that clock instead of the wall clock, so that ops, their communication
+and the memory that they free have the device's times.
 
-Counting          the clock, and what has been counted so far
-CountedRecorder   a Recorder on that clock, whose ops have the FLOPs, bytes and operators that were counted while they
-                  ran
+CountingMode      the clock, and what has been counted so far
+CountedRecorder   a Recorder on that clock, whose ops have the FLOPs, bytes and operators that were counted meanwhile
 """
-
-from __future__ import annotations
 
 import struct
 import weakref
@@ -39,7 +36,7 @@ class Roofline(Protocol):
 
     @property
     def blocked_convolutions(self) -> bool:
-        """Whether convolutions are oneDNN's, which take memory for themselves (`mpkit.trace.record.workspace`)."""
+        """Whether convolutions are oneDNN's, which take a workspace (`mpkit.trace.record.workspace`)."""
 
     @property
     def host(self) -> float:
@@ -50,28 +47,19 @@ class Roofline(Protocol):
 
 
 class CountingMode(TorchDispatchMode):
-    """A mode that counts every operator on fake tensors, and lets tensors without content answer when they are read.
+    """A mode that counts the time of every operator on fake tensors, and answers when one is read.
 
     A tensor that was made from numbers, such as an order that ranks agree on, keeps them until it is written into.
     Any other tensor answers with a value that keeps a training going: True, 1, or for floats the largest finite
     number, which does not overflow and exceeds every limit, so that gradient clipping takes effect.
-
-    Args:
-        device: the device whose time is counted.
-
-    Attributes:
-        seconds: seconds since the beginning.
-        flops, nbytes: FLOPs and bytes counted so far.
-        operators: how many operators have run that have any.
     """
 
     def __init__(self, device: Roofline) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.seconds = 1e-9  # an end at 0 would mean that an op is open
-        self.flops = 0.0
-        self.nbytes = 0
-        self.operators = 0
+        self.seconds = 1e-9  # since the beginning; an end at 0 would mean that an op is open
+        self.flops, self.nbytes = 0.0, 0
+        self.operators = 0  # with any FLOPs or bytes
         self._ledger: Ledger | None = None
         self._numbers: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # by storage
 
@@ -80,7 +68,7 @@ class CountingMode(TorchDispatchMode):
         self._ledger = ledger
 
     def _count_memory_of(self, func: Any, args: tuple[Any, ...], out: Any, ledger: Ledger) -> None:
-        """Count what an operator makes, and what its kernel needs meanwhile."""
+        """Count an operator's results, and its kernel's workspace meanwhile."""
         workspace = workspace_of(func, args, out) if self.device.blocked_convolutions else 0
         if workspace:
             ledger.change(("buffers", workspace), ("buffers", -workspace))
@@ -88,7 +76,7 @@ class CountingMode(TorchDispatchMode):
             ledger.notice(tensor)
 
     def now(self) -> int:
-        """Return the wall clock and the thread's clock in ns. Each call advances it, so that no two events coincide."""
+        """Return the wall clock and the thread's clock in ns; each call advances it, so that no two events coincide."""
         self.seconds += 1e-9
         return round(self.seconds * 1e9)
 
@@ -121,7 +109,7 @@ class CountingMode(TorchDispatchMode):
         return self._numbers.get(tensor.untyped_storage())
 
     def tell(self, tensor: Tensor, numbers: Tensor) -> None:
-        """Record the numbers that a tensor has until it is written into."""
+        """Note the numbers of a tensor, until it is written into."""
         self._numbers[tensor.untyped_storage()] = numbers
 
     def _answer(self, tensor: Tensor) -> bool | int | float:
@@ -144,20 +132,13 @@ def _dtype(args: Any, out: Any) -> str:
 
 
 class CountedRecorder(Recorder):
-    """A Recorder on a counted clock. Losses are unknown, so none is written.
-
-    Args:
-        folder, rank: as for a Recorder.
-        counting: the clock, which the caller enters.
-    """
+    """A Recorder on a counted clock, which the caller enters. Losses are unknown, so none is written."""
 
     def __init__(self, folder: Path, rank: int, counting: CountingMode) -> None:
         super().__init__(folder, rank, now=counting.now, thread_time=counting.now)
         self._counting = counting
         counting.count_memory(self.ledger)
-        self._begun: dict[
-            int, tuple[float, int, int, float]
-        ] = {}  # FLOPs, bytes, operators, seconds before an op
+        self._begun: dict[int, tuple[float, int, int, float]] = {}  # FLOPs, bytes, operators, seconds before
 
     def begin(self, kind: int, name: str = "", **columns: Any) -> int:
         """Write that an op begins, as a Recorder does."""
@@ -168,7 +149,7 @@ class CountedRecorder(Recorder):
         return index
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
-        """Write that an op ends; a copy takes the transfer time to or from the host, compute takes what was counted."""
+        """Write that an op ends: a copy takes the transfer time to or from the host, compute the counted time."""
         begun = self._begun.pop(index, None)
         if begun is None:
             super().end(index, nbytes=nbytes)

@@ -1,11 +1,11 @@
 """The curve of a step's memory: taken from a measured step, and put on the times of a later one.
 
-    Segment    what happened between two boundaries of actions, at positions relative to the ops inside
-    Curve      the segments of a step. While a later step runs, `play` only notes when its boundaries were and when
-               its ops began; `take` then returns the records of all segments noted so far: Python that runs between
-               two actions, out of the processor's caches, takes several times as long
+    Segment    the changes between two boundaries of actions, at positions relative to the ops inside
+    Curve      the segments of a step. While a later step runs, `play` only notes the times of its boundaries; `take`
+               then returns the records of all noted segments at once: Python code between two actions runs outside the
+               processor's caches, and takes several times as long
 
-A position is the number of an edge plus the part of the way to the next edge. The edges of a segment are its
+A position is the number of an edge plus the share of the way to the next edge. The edges of a segment are its
 beginning, the beginnings of the ops inside, and its end:
 
     edges        0 ......... 1 ......... 2 ......... 3
@@ -25,25 +25,25 @@ from mpkit.trace import CATEGORIES, MEMORY
 
 _BUFFERS = CATEGORIES.index("buffers")
 POINTS = 16
-"""A segment has at most so many changes; those of a longer one are summed up between them, but for its peak."""
+"""The most changes of a segment; a longer one sums up those in between, but for its peak."""
 
 Array = npt.NDArray[Any]
 
 
 class Segment:
-    """What happened to a rank's memory between two boundaries of actions.
+    """The changes of a rank's memory between two boundaries of actions.
 
     Args:
-        mark: what the boundary at its end is: kind, name and details of the action that begins there; None: an end.
-        edges: how many edges it has.
-        records: (n,) of `MEMORY`, whose `op` is the edge before; no times.
-        position: (n,) where each of them is.
+        mark: the boundary at its end: kind, name and details of the action that begins there; None: an action's end.
+        edges: the number of its edges.
+        records: (n,) of `MEMORY`, without times.
+        position: (n,), where each of them is.
 
     Attributes:
         rows: (edge, share of the way to the next edge, category, bytes) of each record, of at most `POINTS`.
-        peak: how many of them there are up to the largest sum; 0: the sum is largest at the beginning.
-        at_peak, in_all: the sum of the changes up to the peak, and of all of them, in bytes by category.
-        changed: the latter of the categories that it changes.
+        peak: the number of rows up to the largest sum; 0: the sum is largest at the beginning.
+        at_peak, in_all: the sums of the changes up to the peak, and of all of them, in bytes by category.
+        changed: those of `in_all` that are not 0.
     """
 
     def __init__(self, mark: Hashable, edges: int, records: Array, position: Array) -> None:
@@ -62,30 +62,25 @@ class Segment:
     def measured(
         cls, mark: Hashable, changes: list[tuple[int, int, int, int]], first: int, times: Sequence[int]
     ) -> Segment:
-        """Return the segment of these changes, which `Ledger.captured` has.
+        """Return the segment of these changes, as `Ledger.captured` has them.
 
-        Args:
-            mark: what ends it.
-            changes: (ops begun before, time, category, bytes) of each.
-            first: ops begun before it.
-            times: its edges, in ns.
+        `first` is the number of ops begun before it, and `times` are those of its edges, in ns.
         """
         table, edges = np.array(changes, np.int64).reshape(-1, 4), np.array(times)
         edge = np.clip(table[:, 0] - first, 0, len(times) - 2)
         share = np.clip((table[:, 1] - edges[edge]) / np.maximum(edges[edge + 1] - edges[edge], 1), 0.0, 1.0)
         records = np.zeros(len(table), MEMORY)
-        records["op"], records["category"], records["delta"] = edge, table[:, 2], table[:, 3]
+        records["category"], records["delta"] = table[:, 2], table[:, 3]
         return cls(mark, len(times), records, edge + share)
 
     def repeats(self, other: Segment) -> bool:
-        """Return whether it is the same but for states of the optimizer, which are made when they are first needed."""
-        leave_out = "optimizer"
-        return self.mark == other.mark and all(
-            mine[name] == theirs[name]
-            for mine, theirs in ((self.at_peak, other.at_peak), (self.in_all, other.in_all))
-            for name in mine
-            if name != leave_out
+        """Return whether two are equal but for states of the optimizer, which are made when they are first needed."""
+        same = (
+            self.at_peak[name] == other.at_peak[name] and self.in_all[name] == other.in_all[name]
+            for name in CATEGORIES
+            if name != "optimizer"
         )
+        return self.mark == other.mark and all(same)
 
 
 def _sums(records: Array) -> dict[str, int]:
@@ -93,20 +88,17 @@ def _sums(records: Array) -> dict[str, int]:
 
 
 def _thin(records: Array, position: Array, peak: int) -> tuple[Array, Array, int]:
-    """Sum up the changes between some points, one of which is the peak; return what is left, and the peak's place."""
+    """Sum up the changes between some points, one of which is the peak; return the rest, and the peak's place."""
     # Not np.unique, whose first call imports numpy.ma: 40 ms of CPU time in each rank.
     kinds = int(np.count_nonzero(np.bincount(records["category"])))
     points = np.linspace(0, len(records), max(POINTS // kinds, 2)).round().astype(int)
     ends = sorted({*points[1:].tolist(), peak} - {0})
     kept, at, begin = list[Array](), 0, 0
     for end in ends:
-        sums = [
-            (nbytes, CATEGORIES.index(name)) for name, nbytes in _sums(records[begin:end]).items() if nbytes
-        ]
+        by_category = _sums(records[begin:end]).values()
+        sums = sorted((nbytes, i) for i, nbytes in enumerate(by_category) if nbytes)  # adds no peak
         summed = records[end - 1 : end].repeat(len(sums))
-        summed["delta"], summed["category"] = (
-            zip(*sorted(sums), strict=True) if sums else ((), ())
-        )  # less first: no new peak
+        summed["delta"], summed["category"] = zip(*sums, strict=True) if sums else ((), ())
         kept.append(summed)
         begin = end
         if end == peak:
@@ -116,15 +108,9 @@ def _thin(records: Array, position: Array, peak: int) -> tuple[Array, Array, int
 
 
 class Curve:
-    """The memory of a step, segment by segment.
+    """The memory of a step: bytes by category before it (`levels`), and its segments.
 
-    Args:
-        levels: bytes by category before the step.
-        segments: what follows.
-
-    Attributes:
-        marks: what ends each segment.
-        next: the number of the segment that is to be played next.
+    `marks` are the boundaries at their ends, and `next` is the number of the segment that is played next.
     """
 
     def __init__(self, levels: dict[str, int], segments: Sequence[Segment]) -> None:
@@ -134,16 +120,14 @@ class Curve:
         self.rewind()
 
     def repeats(self, other: Curve) -> bool:
-        """Return whether all segments are the same, as `Segment.repeats` says."""
+        """Return whether all segments are equal, as in `Segment.repeats`."""
         mine, theirs = self._segments, other._segments
         return len(mine) == len(theirs) and all(map(Segment.repeats, mine, theirs))
-
-    # ---- playing
 
     def rewind(self) -> None:
         """Begin to play the curve."""
         self.next = self._taken = 0
-        self._noted: list[tuple[int, int, int, int]] = []  # where those between the two are, as `play` has it
+        self._noted: list[tuple[int, int, int, int]] = []  # of segments that `take` has not returned
 
     @property
     def next_peak(self) -> dict[str, int]:
@@ -151,7 +135,7 @@ class Curve:
         return self._segments[self.next].at_peak if self.next < len(self._segments) else {}
 
     def play(self, *place: int) -> None:
-        """Note where the next segment is: (ops begun before it, when it begins, ops begun in it too, when it ends)."""
+        """Note the place of the next segment: (ops begun before it, its start, ops begun at its end, its end)."""
         self.next += 1
         self._noted.append(place)  # type: ignore[arg-type]
 
@@ -162,7 +146,7 @@ class Curve:
 
     @property
     def pending_peak(self) -> int:
-        """Bytes that the last segment noted adds at its peak."""
+        """Bytes that the last noted segment adds at its peak."""
         return sum(self._segments[self.next - 1].at_peak.values())
 
     def take(
@@ -170,9 +154,8 @@ class Curve:
     ) -> tuple[list[int], dict[str, int]]:
         """Return the segments noted since the last call, as `Ledger.write_all` takes them.
 
-        Args:
-            starts: starts(first, count) returns when these ops began.
-            spike: bytes of "buffers" that come and go at the peak of a single segment.
+        `starts(first, count)` returns the starts of ops. A `spike` of "buffers" comes and goes at the peak of a single
+        segment.
         """
         values: list[int] = []
         sums: dict[str, int] = {}
@@ -185,9 +168,7 @@ class Curve:
                     values += (begin + int(share * span + 0.5), before, category, delta)
             else:
                 times = [begin, *starts(before, min(after - before, segment.edges - 2))]
-                times += [end] * (
-                    segment.edges - len(times)
-                )  # as many as were measured, if fewer are inside now
+                times += [end] * (segment.edges - len(times))  # if fewer ops are inside than were measured
                 for edge, share, category, delta in segment.rows:
                     time = times[edge] + int(share * (times[edge + 1] - times[edge]) + 0.5)
                     values += (time, min(before + edge, after), category, delta)

@@ -1,6 +1,4 @@
-"""Torch's mode of tensors without content, with what torch's own rules for shapes reject and its kernels accept."""
-
-from __future__ import annotations
+"""Torch's mode of tensors without content, with operations that its kernels accept and its shape rules reject."""
 
 from typing import Any
 
@@ -13,8 +11,7 @@ from mpkit.common.torch_private import FakeTensorMode, _grouped_mm
 class FakeMode(FakeTensorMode):
     """A mode in which every operation computes shapes and no numbers; it accepts tensors with content.
 
-    Torch's rule for grouped products, of experts, wants bfloat16, as of 2.13. Its kernels do not, so that a model in 32
-    bits runs.
+    Torch's rule for grouped products, which experts use, demands bfloat16, as of 2.13; its kernels also run 32 bits.
 
     >>> with FakeMode():
     ...     tokens, experts, ends = torch.empty(10, 4), torch.empty(3, 4, 6), torch.empty(3, dtype=torch.int32)
@@ -35,7 +32,7 @@ class FakeMode(FakeTensorMode):
 
 
 def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor | None) -> list[int]:
-    """Return the shape of a grouped product: groups are rows of a, columns of b, parts of what is summed, or matrices.
+    """Return the shape of a grouped product: groups are rows of a, columns of b, parts of the sum, or matrices.
 
     >>> tokens, weights, ends = torch.empty(10, 4), torch.empty(3, 4, 6), torch.tensor([3, 7, 10])
     >>> _grouped_shape(tokens, weights, ends), _grouped_shape(tokens.T, torch.empty(10, 6), ends)
@@ -43,6 +40,6 @@ def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor | None) -> list[int]:
     """
     each = [a.shape[-2], b.shape[-1]]
     if a.dim() == 2 and b.dim() == 2:
-        assert ends is not None  # it says what is summed together
+        assert ends is not None  # of the parts that are summed
         return [len(ends), *each]
     return [len(a), *each] if a.dim() == 3 and b.dim() == 3 else each

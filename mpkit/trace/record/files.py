@@ -1,9 +1,8 @@
 """A rank's files while they grow: records in memory-mapped files, names in lines.
 
-Data written into a mapped file belongs to the kernel, not to the process: it survives SIGKILL, and other processes can
-read it while the file grows. Space is allocated before it is written to (`posix_fallocate`), since writing to a mapped
-page for which the disk has no room raises SIGBUS, which would kill the rank. With allocation beforehand, a full disk is
-an OSError that costs only the rest of the trace.
+Data in a mapped file belongs to the kernel, not to the process: it survives SIGKILL, and other processes can read it
+while the file grows. Writing to a mapped page for which the disk has no room raises SIGBUS, which would kill the rank.
+So space is allocated beforehand (`posix_fallocate`); a full disk is then an OSError, and only later records are lost.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ _AT_COUNT, _AT_STATE, _AT_CHECK = 8, 16, 24  # offsets of `count`, `state`, and 
 class RecordFile:
     """A HEADER followed by `capacity` records of `size` bytes, of which the first `count` are complete.
 
-    Attributes:
-        map: the buffer that records are packed into, at `HEADER.itemsize + size * index`; `grow` replaces it.
-        capacity: the number of records that fit into it; 0 once the file is closed.
-        count: the number of complete records. The writer sets it, and the header of `map`, after each record.
+    Records are packed into `map`, at `HEADER.itemsize + size * index`; `grow` replaces it. The writer sets `count`, in
+    the header too, after each record. The capacity is 0 once the file is closed.
     """
 
     def __init__(self, path: Path, part: str, size: int, capacity: int = 4096) -> None:
@@ -62,7 +59,7 @@ class RecordFile:
         _WORD.pack_into(self.map, _AT_COUNT, count)
 
     def mark(self, state: int) -> None:
-        """Write `state`, and go on."""
+        """Write a state, and go on."""
         if not self._closed:
             _WORD.pack_into(self.map, _AT_STATE, state)
 
@@ -87,12 +84,7 @@ class RecordFile:
         return True
 
     def close(self, state: int, names: int = 0) -> None:
-        """Write `state` and what the records are checked by, and accept no more.
-
-        Args:
-            state: how the rank ended.
-            names: the check of the names, for the file that refers to them.
-        """
+        """Write how the rank ended, and the checks of the records and of the names, and accept no more."""
         if not self._closed:
             _WORD.pack_into(self.map, _AT_STATE, state)
             if self._fd >= 0:
@@ -101,7 +93,7 @@ class RecordFile:
         self.stop()
 
     def _seal(self, names: int) -> None:
-        """Write the CRC-32s; what is written into the map from here on stays out of the file."""
+        """Write the CRC-32s; later writes into the map stay out of the file."""
         length = HEADER.itemsize + self.size * self.count
         with memoryview(self.map) as view, view[HEADER.itemsize : length] as records:
             check = zlib.crc32(records)
@@ -117,7 +109,7 @@ class RecordFile:
             self._fd = -1
 
     def forget(self) -> None:
-        """Write into scratch memory from here on, in a forked child: the file belongs to the parent."""
+        """Write into scratch memory from here on: in a forked child, since the file belongs to the parent."""
         if self.capacity and self._fd >= 0:
             scratch = mmap.mmap(-1, len(self.map))
             scratch[: HEADER.itemsize] = self.map[: HEADER.itemsize]
@@ -141,26 +133,20 @@ class _Forget:
         self._file = weakref.ref(file)
 
     def __call__(self) -> None:
-        file = self._file()
-        if file is not None:
+        if (file := self._file()) is not None:
             file.forget()
 
 
 class NameFile(dict[str, int]):
     """Strings by line number: `names["forward"]` writes a new string and returns its line number.
 
-    Args:
-        path: the path of the file.
-        on_full: called with the reason when a string could not be written; no more strings are written from then on.
-
-    Attributes:
-        lines: the strings.
+    `on_full` is called with the reason if a string cannot be written; later strings are not written either.
     """
 
     def __init__(self, path: Path, on_full: Callable[[OSError], None]) -> None:
         super().__init__()
         self._on_full = on_full
-        self._length = self._crc = 0  # of what is written
+        self._length = self._crc = 0  # of the written data
         self.lines: list[str] = []
         self._fd = create(path, os.O_WRONLY | os.O_APPEND)
         self[""]
@@ -182,7 +168,7 @@ class NameFile(dict[str, int]):
 
     @property
     def check(self) -> int:
-        """Length and CRC-32 of what is written, for the header of the records."""
+        """Length and CRC-32 of the written data, for the header of the records."""
         return self._length % 2**32 << 32 | self._crc
 
     def close(self) -> None:

@@ -1,12 +1,9 @@
-"""How much a call computes and moves: FLOPs and bytes, summed while it runs, on tensors with or without content.
+"""The FLOPs and bytes of a call, summed while it runs, on tensors with or without content.
 
-FLOPs are those of matrix multiplications, convolutions and attention, counting a multiply-add as two
-(torch.utils.flop_counter), and of a causal attention what is attended to; all other operators cost memory traffic
-instead. Bytes are what each operator reads and writes, with one kernel per operator, as PyTorch runs them without
-compilation; views move nothing.
+FLOPs are those of matrix multiplications, convolutions and attention (of a causal one, only of attended pairs), with a
+multiply-add as two (torch.utils.flop_counter); all other operators cost memory traffic instead. Bytes are those that
+each operator reads and writes, with one kernel per operator, as PyTorch runs without compilation; views move nothing.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -31,27 +28,17 @@ Cost = tuple[float, int]
 
 @dataclass(frozen=True)
 class Flops:
-    """The cost of one forward and its backward; zeros for what could not be counted.
-
-    Attributes:
-        forward, backward: FLOPs.
-        forward_bytes, backward_bytes: bytes read and written.
-        layers: the cost of the forward of modules inside, by name.
-        why: why nothing could be counted; "" otherwise.
-        input_grad, input_grad_bytes: the part of the backward for the gradients of the inputs; the rest is for those
-            of the weights.
-        attention: the part of the forward that is in attentions, which selective recomputation does again.
-    """
+    """The cost of one forward and its backward; zeros for what could not be counted."""
 
     forward: float = 0.0
     backward: float = 0.0
-    forward_bytes: int = 0
+    forward_bytes: int = 0  # read and written
     backward_bytes: int = 0
-    layers: Mapping[str, Cost] = field(default_factory=dict)
-    why: str = ""
-    input_grad: float = 0.0
+    layers: Mapping[str, Cost] = field(default_factory=dict)  # forwards of modules inside, by name
+    why: str = ""  # nothing could be counted
+    input_grad: float = 0.0  # the part of the backward for the gradients of the inputs, not of the weights
     input_grad_bytes: int = 0
-    attention: Cost = (0.0, 0)
+    attention: Cost = (0.0, 0)  # the part of the forward in attentions, which selective recomputation repeats
 
     def cost_of(self, kind: Kind) -> Cost:
         """Return the FLOPs and bytes of an op of this kind.
@@ -71,7 +58,7 @@ class Flops:
 
 
 def total(parts: Sequence[Flops]) -> Flops:
-    """Return the FLOPs and bytes of several computations together: unknown, so zeros, if those of one are unknown.
+    """Return the FLOPs and bytes of several computations together: zeros (unknown) if those of one are unknown.
 
     >>> total([Flops(1.0, 2.0), Flops(10.0, 20.0)]).backward, total([Flops(1.0), Flops(why="...")]).forward
     (22.0, 0.0)
@@ -89,24 +76,19 @@ def total(parts: Sequence[Flops]) -> Flops:
 
 
 class Meter(TorchDispatchMode):
-    """A mode that sums what the operators cost that run inside.
+    """A mode that sums the cost of operators inside.
 
     >>> with Meter() as meter:
     ...     _ = nn.Linear(3, 5)(torch.zeros(2, 3))  # 2 b k n
     >>> meter.flops
     60.0
-
-    Attributes:
-        flops, nbytes: the sums.
-        inside: the names of what runs now: modules that are watched, and attentions.
-        within: the sums by these names.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.nbytes = 0.0, 0
-        self.inside: list[str] = []
-        self.within: dict[str, Cost] = {}
+        self.inside: list[str] = []  # the names of watched modules, and attentions, that run now
+        self.within: dict[str, Cost] = {}  # the sums by these names
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -130,16 +112,14 @@ class Meter(TorchDispatchMode):
         self.within.clear()
 
     def measured(self, module: str = "") -> Flops:
-        """Return the sums as those of the forward of a module, in which the names of those inside begin."""
+        """Return the sums as those of a module's forward, with names inside it relative to the module."""
         start = f"{module}." if module else ""
-        inside = {
-            name.removeprefix(start): cost for name, cost in self.within.items() if name != Attentions.NAME
-        }
-        attention = self.within.get(Attentions.NAME, (0.0, 0))
+        inside = {name.removeprefix(start): cost for name, cost in self.within.items()}
+        attention = inside.pop(Attentions.NAME, (0.0, 0))
         return Flops(self.flops, forward_bytes=self.nbytes, layers=inside, attention=attention)
 
     def watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
-        """Sum by this name what runs in the forward of a module; return the hooks that do."""
+        """Sum the cost of a module's forward by this name; return the hooks that do."""
         return [
             module.register_forward_pre_hook(lambda *_: self.inside.append(name)),
             module.register_forward_hook(self._leave, always_call=True),
@@ -150,7 +130,7 @@ class Meter(TorchDispatchMode):
 
 
 class Attentions(TorchFunctionMode):
-    """A mode that lets a Meter sum by its name what runs in `torch.nn.functional.scaled_dot_product_attention`."""
+    """A mode that lets a Meter sum the cost of `torch.nn.functional.scaled_dot_product_attention` by its name."""
 
     NAME = "scaled_dot_product_attention"
 
@@ -172,17 +152,11 @@ class Attentions(TorchFunctionMode):
         return output
 
 
-# ---- one call ------------------------------------------------------------------------------------------------
-
-
 def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     """Count the forward of a module or function on these inputs, and the backward of its outputs.
 
-    Nothing is computed, and neither the module nor its gradients change: a copy runs on tensors without data.
-
-    Args:
-        target: a module, or a function of tensors.
-        inputs: the arguments of `target`; an input that requires a gradient gets one in the backward.
+    Nothing is computed, and neither the module nor its gradients change: a copy runs on tensors without data. An input
+    that requires a gradient gets one in the backward.
 
     A linear layer with k inputs and n outputs takes 2bkn FLOPs forward, and as many for each of its two gradients:
 
@@ -217,7 +191,7 @@ def count(target: Callable[..., Any], *inputs: Any) -> Flops:
 
 
 def _fake(tensor: Tensor, mode: FakeMode) -> Tensor:
-    """Return a tensor without data; one on the meta device, which has no fused attention, as if on the CPU."""
+    """Return a tensor without data; a meta one as if on the CPU, since meta has no fused attention."""
     fake: Tensor = mode.from_tensor(tensor.detach())
     fake = torch.empty_like(fake, device="cpu") if tensor.is_meta else fake
     if isinstance(tensor, nn.Parameter):
@@ -226,7 +200,7 @@ def _fake(tensor: Tensor, mode: FakeMode) -> Tensor:
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves in the outputs' graph, which is the only way to find the parameters that a function uses."""
+    """Return the leaves of the outputs' graph, the only place to find the parameters that a function uses."""
     seen: set[Any] = set()
     leaves: list[Tensor] = []
     todo: list[Any] = [output.grad_fn for output in outputs]

@@ -1,12 +1,10 @@
 """Watching a module and its optimizer: model states go into the ledger, and the optimizer's step becomes an op.
 
-parameters, buffers    counted when the watch begins
-gradients              counted when backward has made them, until `zero_grad` frees their storage
-optimizer state        counted after the first step has made it
-layers                 (if requested) each layer's part of a forward or backward, as an op inside that action
+parameters, buffers    count when the watch begins
+gradients              count when backward has made them, until `zero_grad` frees their storage
+optimizer state        counts after the first step has made it
+layers                 (if requested) each layer's part of a forward or backward is an op inside that action
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,39 +23,32 @@ class HookHandles:
     """The hooks that `watch` registered; `close` removes them."""
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-        self._last: list[Callable[[], None]] = []
+        self._closing: list[Callable[[], None]] = []
+
+    def add(self, handles: list[RemovableHandle]) -> None:
+        """Remove these hooks at `close` too."""
+        self._closing += [handle.remove for handle in handles]
+
+    def watch_gradients(self, recorder: Recorder, module: nn.Module) -> None:
+        """Count a module's gradients until `close`."""
+        gradients = Gradients(recorder.ledger, module.parameters(), recorder.allocated)
+        recorder.memory.add(gradients)
+        self._closing.append(lambda: recorder.memory.remove(gradients))
 
     def close(self) -> None:
         """Remove every hook. Entries in the ledger stay until their storage is freed."""
-        for handle in self._handles:
-            handle.remove()
-        for forget in self._last:
-            forget()
-        self._handles.clear()
-        self._last.clear()
-
-    def _watch_gradients(self, recorder: Recorder, module: nn.Module) -> None:
-        gradients = Gradients(recorder.ledger, module.parameters(), recorder.allocated)
-        recorder.memory.add(gradients)
-        self._last.append(lambda: recorder.memory.remove(gradients))
+        for remove in self._closing:
+            remove()
+        self._closing.clear()
 
 
 def watch(
-    recorder: Recorder,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    flops: Mapping[str, tuple[float, float]] | None = None,
-    layers: bool = True,
-) -> HookHandles:
-    """Record the module's states as they are made and freed, and the optimizer's steps.
+    recorder: Recorder, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
+    flops: Mapping[str, tuple[float, float]] | None = None, layers: bool = True,
+) -> HookHandles:  # fmt: skip
+    """Record a rank's part of the model as its states are made and freed, and its optimizer's steps.
 
-    Args:
-        module: a rank's part of the model; call it once for each part.
-        optimizer: the optimizer of that part's parameters; its `step` becomes an OPTIMIZER op.
-        flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used if `recorder.layers` is set.
-        layers: whether the module's layers may be watched too, if `recorder.layers` is set.
+    If `recorder.layers` is set, its `layers` are recorded too, with their (forward, backward) FLOPs by name.
     """
     watched = HookHandles()
     ledger = recorder.ledger
@@ -65,28 +56,24 @@ def watch(
         ledger.track(parameter, "params")
     for buffer in module.buffers():
         ledger.track(buffer, "buffers")
-    watched._watch_gradients(recorder, module)
+    watched.watch_gradients(recorder, module)
     if optimizer is not None:
-        watched._handles += watch_optimizer(recorder, optimizer)
+        watched.add(watch_optimizer(recorder, optimizer))
     if recorder.layers and layers:
         hooks = LayerHooks(
-            recorder,  # nothing is recorded outside of an action, such as a look at the model between steps
+            recorder,  # nothing is recorded outside an action, such as a look at the model between steps
             lambda: Kind.FORWARD if recorder.busy else None,
             lambda: Kind.BACKWARD if recorder.busy else None,
         )
         for name, layer in layers_of(module):
-            watched._handles += hooks.watch(name, layer, (flops or {}).get(name, (0.0, 0.0)))
+            watched.add(hooks.watch(name, layer, (flops or {}).get(name, (0.0, 0.0))))
     return watched
 
 
 def watch_optimizer(
     recorder: Recorder, optimizer: torch.optim.Optimizer, *, elsewhere: bool = False
 ) -> list[RemovableHandle]:
-    """Record an optimizer's steps and count its states.
-
-    Args:
-        elsewhere: whether its states are on the host and so do not count as device memory.
-    """
+    """Record an optimizer's steps and count its states, unless they are `elsewhere`, on the host."""
     name = type(optimizer).__name__
     index = states = touched = 0
 
@@ -97,9 +84,7 @@ def watch_optimizer(
     def end_step(*_: Any) -> None:
         nonlocal states, touched
         count = sum(map(len, optimizer.state.values()))
-        if (
-            count != states or not touched
-        ):  # made in the first step, or for a parameter that is used for the first time
+        if count != states or not touched:  # new in the first step, and with a parameter that is used later
             states, touched = count, _track_states(recorder, optimizer, elsewhere)
         recorder.end(index, nbytes=touched)
 
@@ -143,10 +128,7 @@ class LayerHooks:
 
     A layer's backward lasts from the arrival of the gradient of its output until that of the next layer's, or until
     the action is over. (Module backward hooks would be more precise, but they forbid layers that work in place.)
-
-    Args:
-        recorder: the rank's recorder.
-        forward, backward: return the kind of op of a forward or backward that begins now; None: it is not recorded.
+    `forward` and `backward` return the kind of op that begins now; None: it is not recorded.
     """
 
     def __init__(
@@ -158,12 +140,7 @@ class LayerHooks:
     def watch(
         self, name: str, layer: nn.Module, flops: tuple[float, float] = (0.0, 0.0)
     ) -> list[RemovableHandle]:
-        """Record a layer from now on, and return the handles that end this.
-
-        Args:
-            name, layer: the layer.
-            flops: the FLOPs of its forward and of its backward.
-        """
+        """Record a layer from now on, with the FLOPs of its forward and backward; return the handles that end this."""
         recorder, ops = self._recorder, list[int]()  # a layer may be called within itself
 
         def begin(kind: Kind | None, flops: float) -> int:
@@ -193,6 +170,6 @@ class LayerHooks:
         ]
 
     def end_backward(self) -> None:
-        """End the backward of the layer that came last."""
+        """End the latest layer's backward."""
         running, self._running = self._running, -1
         self._recorder.end(running)

@@ -1,9 +1,9 @@
-"""Which memory is held for what: a ledger of storages by category.
+"""What memory is held for: a ledger of storages by category.
 
-The ledger counts storages, not tensors: views, tied weights and a gradient in a bucket share a storage, which is
-counted once. A storage leaves the ledger when it is freed, so nothing has to be reported when memory is freed.
+The ledger counts storages, not tensors: views, tied weights and a gradient in a bucket share a storage, which counts
+once. A storage leaves the ledger when it is freed, so nobody has to report that.
 
-A ledger that is *quiet* goes on counting but writes nothing: another step's curve is written in its place
+A *quiet* ledger goes on counting but writes nothing: another step's curve is written in its place
 (`mpkit.trace.record.memory`). When it is *awake* again, it writes what has changed meanwhile.
 """
 
@@ -37,31 +37,26 @@ class _Entry(weakref.ref[Any]):
     category: int
     key: int
     nbytes: int
-    passing: bool  # whether it was only noticed, and nothing has said yet what it is for
+    passing: bool  # it was only noticed, and nothing has said yet what it is for
 
 
 class Ledger:
-    """The bytes held on the rank's device by category, with each storage counted once, in its first category.
+    """The bytes held on the rank's device by category; each storage counts once, in its first category.
 
-    Memory elsewhere is not counted: a GPU's ledger has none of the host's memory, and no ledger has the step counters
-    that Adam keeps in host scalars (`mpkit.trace.record.memory` leaves them out).
+    Memory elsewhere does not count: neither the host's on a GPU, nor the step counters that Adam keeps in host scalars
+    (`mpkit.trace.record.hooks` leaves them out).
 
     Attributes:
         held: the bytes held by category, as written.
-        captured: where changes are noted besides, as (ops begun before, time, category, bytes); None: nowhere.
+        captured: where changes are noted too, as (ops begun before, time, category, bytes); None: nowhere.
         on_use: called before anything is counted, once, while it is set; it wakes the ledger.
     """
 
     def __init__(
-        self,
-        file: RecordFile,
-        ops: RecordFile,
-        device: torch.device | None = None,
+        self, file: RecordFile, ops: RecordFile, device: torch.device | None = None,
         now: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self._now = now
-        self._file = file
-        self._ops = ops
+    ) -> None:  # fmt: skip
+        self._now, self._file, self._ops = now, file, ops
         self._is_here = attrgetter(f"is_{device.type if device is not None else 'cpu'}")
         self._entries: dict[int, _Entry] = {}
         self._queue: deque[tuple[int, int, int]] = deque()
@@ -81,15 +76,15 @@ class Ledger:
     def notice(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage as "buffers" until `track` says what it is for, if it ever does.
 
-        An operator's result is noticed as soon as it is made. What is freed without being tracked was a temporary, such
-        as the copies that a loss's backward makes of the logits.
+        An operator's result is noticed as soon as it is made. One that is freed without being tracked was a temporary,
+        such as the copies that a loss's backward makes of the logits.
         """
         entry, is_new = self._find(tensor, _PASSING, passing=True)
         if entry is not None and is_new:
             self._change((_PASSING, entry.nbytes))
 
     def move(self, tensor: torch.Tensor, category: str) -> None:
-        """Count the tensor's storage in this category from now on, wherever it was before."""
+        """Count the tensor's storage in this category from now on."""
         self.track(tensor, category)
         new = _number(category)
         entry, _ = self._find(tensor, new)
@@ -99,16 +94,13 @@ class Ledger:
             entry.category = new
 
     def change(self, *deltas: tuple[str, int]) -> None:
-        """Add bytes to these categories without naming a tensor: `change(("grads", 400))`.
-
-        Any thread may call it at any moment.
-        """
+        """Add bytes to categories without naming a tensor, from any thread: `change(("grads", 400))`."""
         if self.on_use is not None:
             self.on_use()
         self._change(*[(_NUMBER[category], delta) for category, delta in deltas])
 
     def correct(self, *deltas: tuple[str, int]) -> None:
-        """Write what the device's allocator knows better, also while the ledger is quiet; no step's curve has it."""
+        """Write what the device's allocator knows better, even while quiet; no step's curve has it."""
         now = self._now()
         with self._writing:
             for category, delta in deltas:
@@ -117,20 +109,18 @@ class Ledger:
                     self._write_record(now, _NUMBER[category], delta)
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that was resized in place at its new size; one that is not in the ledger stays out of it."""
+        """Count a storage of the ledger that was resized in place at its new size."""
         entry = self._entries.get(storage._cdata)
         if entry is not None and entry.nbytes != storage.nbytes():
             before, entry.nbytes = entry.nbytes, storage.nbytes()
             self._change((entry.category, entry.nbytes - before))
-
-    # ---- quiet and awake
 
     def be_quiet(self) -> None:
         """Write no changes from now on."""
         self._quiet = True
 
     def be_awake(self) -> None:
-        """Write changes again, first those that were not written meanwhile; less first, so that no peak is made up."""
+        """Write changes again, first those of the quiet time."""
         if self._quiet:
             self._quiet = False
             self.set_levels(dict(zip(CATEGORIES, self._counted, strict=True)))
@@ -141,7 +131,7 @@ class Ledger:
         self._counted = [0] * len(CATEGORIES)
 
     def set_levels(self, levels: dict[str, int]) -> None:
-        """Write what leads from what is held, as written, to these bytes by category."""
+        """Write the changes from `held` to these bytes by category; decreases first, so that no false peak appears."""
         now, deltas = self._now(), [(_NUMBER[name], levels[name] - self.held[name]) for name in levels]
         with self._writing:
             for category, delta in sorted(deltas, key=lambda change: change[1]):
@@ -149,12 +139,7 @@ class Ledger:
                     self._write_record(now, category, delta)
 
     def write_all(self, values: list[int], sums: dict[str, int]) -> None:
-        """Write records at once.
-
-        Args:
-            values: time, ops begun before, category and bytes of each, one after another.
-            sums: bytes by category in all.
-        """
+        """Write records at once: time, ops begun before, category and bytes of each, and their `sums` by category."""
         file, count = self._file, len(values) // 4
         while file.count + count > file.capacity:
             if not file.grow():
@@ -165,9 +150,8 @@ class Ledger:
             self.held[name] += nbytes
 
     def _change(self, *deltas: tuple[int, int]) -> None:
-        # It may even be called within itself, since freed storages are noticed wherever the garbage collector
-        # happens to run. So nothing waits for the lock: a call that finds it taken queues the change, and the call
-        # that holds it checks the queue after releasing it.
+        # The garbage collector, and so a release, may run even within this function. So nothing waits for the lock: a
+        # call that finds it taken queues the change, and the call that holds it checks the queue after releasing it.
         now = self._now()
         if self._writing.acquire(False):
             try:
@@ -203,9 +187,9 @@ class Ledger:
     def _find(
         self, tensor: torch.Tensor, category: int, *, passing: bool = False
     ) -> tuple[_Entry | None, bool]:
-        """Return the entry of the tensor's storage, and whether it is new; (None, False) if it is not counted.
+        """Return the entry of the tensor's storage, and whether it is new; (None, False) if it does not count.
 
-        A storage that was only noticed so far is new to whoever tracks it.
+        A storage that was only noticed so far is new when it is tracked.
         """
         if self.on_use is not None:
             self.on_use()

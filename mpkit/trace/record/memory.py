@@ -1,24 +1,23 @@
 """The memory of a step: measured once, and then played back.
 
-To see each tensor that is made takes time: hooks on what autograd saves and on gradients make a small step some 10 %
+Seeing each tensor as it is made takes time: hooks on saved tensors and on gradients make a small step some 10 %
 longer, a dispatch mode that sees every operator 40 %. So steps are
 
     measured    the ledger sees each storage when it is made and when it is freed. The changes between one action's
                 begin or end and the next one's are a `Segment`, whose times are relative to the ops inside it
-    played      a later step of the same batch shapes. No hook, no mode; the ledger counts what it is told, but is
-                quiet. At each begin and end of an action, the measured step's segment is written, scaled to the time
-                that the action took now
+    played      a later step with the same batch shapes, without hooks or modes; the ledger counts, but is quiet. At
+                each begin and end of an action, the measured step's segment is written, scaled to the action's time
 
-so that the peak, what is held at the peak and the curve are those of a step that is measured: to the byte.
+so that the peak, the memory held at the peak and the curve are those of a measured step: to the byte.
 
 The first two steps are measured (the first one makes the optimizer's states, and ZeRO-3 learns its order), each step
-whose shapes are new, and steps 4, 8, 16 and so on. If such a repetition differs, shapes do not tell what a step holds,
-and from then on each of its kind is measured. A played step that begins an action other than the measured one's is
+with new shapes, and steps 4, 8, 16 and so on. If such a repetition differs, shapes do not determine what a step holds,
+and from then on each step of its kind is measured. A played step that begins an action other than the measured one's is
 measured from there on.
 
-Who knows what a tensor is for says so by `Ledger.track`. What autograd saves in a forward is counted as activations
-(`StepMemory.saving`), and gradients when they are made. On a GPU the ledger is brought up to torch's allocator after
-each action, which also knows temporaries, workspaces and the batch: they are in "buffers".
+Code that knows what a tensor is for calls `Ledger.track`. Tensors that autograd saves in a forward count as activations
+(`StepMemory.saving`), and gradients count when they are made. On a GPU the ledger follows torch's allocator after each
+action, which also knows temporaries, workspaces and the batch: they are in "buffers".
 """
 
 from __future__ import annotations
@@ -39,32 +38,26 @@ from mpkit.trace.record.files import RecordFile
 from mpkit.trace.record.ledger import Ledger
 
 LAG = 100_000_000
-"""A played step's curve is written when it ends, and in a long step after so many ns: a live view shows it soon."""
+"""Nanoseconds after which a long played step writes its curve for a live view, before the step ends."""
 
 
 class Instrument(Protocol):
-    """What sees tensors being made in measured steps."""
+    """An observer that sees tensors being made in measured steps."""
 
     def install(self) -> None:
-        """Begin to see them, and count those that are there already."""
+        """Begin to observe, and count the tensors that are there already."""
 
     def uninstall(self) -> None:
-        """See them no longer."""
+        """Stop observing."""
 
 
 class StepMemory:
     """The memory of one rank's steps. The recorder calls `begin` and `end` for each outermost action of a known step.
 
-    Args:
-        ledger: where memory is counted.
-        ops: the rank's ops.
-        allocated: the allocator of a GPU.
-
     Attributes:
         active: whether a step is under way whose actions are measured or played.
         playing: whether it is played.
-        detail: what else tells the action that begins next from others.
-        instruments: what sees tensors in measured steps; outside of known steps they are installed too.
+        detail: what else distinguishes the action that begins next from others.
         checks: whether steps 4, 8, 16 and so on are measured again.
         before_end: called before a measured action ends.
     """
@@ -73,7 +66,7 @@ class StepMemory:
         self._ledger, self._ops, self._allocated = ledger, ops, allocated
         self.active = self.playing = False
         self.detail: Hashable = None
-        self.instruments: list[Instrument] = []
+        self.instruments: list[Instrument] = []  # installed in measured steps, and outside of known steps
         self.checks = True
         self.before_end: Callable[[], None] = lambda: None
         self._installed = True
@@ -81,22 +74,17 @@ class StepMemory:
         self._varying: set[Hashable] = set()
         self._steps = 0
         self._key: Hashable = None
-        self._levels: dict[str, int] = {}  # bytes by category before a measured step,
-        self._segments: list[Segment] = []  # and what follows
+        self._levels: dict[str, int] = {}  # bytes by category before a measured step
+        self._segments: list[Segment] = []  # of the measured step
         self._curve = Curve({}, [])  # the one that is played
-        self._complete = False  # whether all of the step is measured
+        self._complete = False  # whether the whole step is measured
         self._from = 0, 0  # where the segment began: ops begun, time
         self._written = 0  # when the curve was last written
-
-    # ---- steps
 
     def begin_step(self, key: Hashable, now: int, *, varies: bool = False) -> None:
         """Begin to measure a step, or to play one; the recorder ends it.
 
-        Args:
-            key: two steps with equal keys hold the same: shapes and dtypes of their batches.
-            now: the time.
-            varies: whether they do not, so that each has to be measured.
+        Steps with equal keys (shapes and dtypes of their batches) hold the same, unless what they hold `varies`.
         """
         step, self._steps = self._steps, self._steps + 1
         self._key, self._from, self.active = key, (self._ops.count, now), True
@@ -134,7 +122,7 @@ class StepMemory:
         self._known[self._key] = curve
 
     def _measure(self) -> None:
-        """See everything from here on."""
+        """Observe everything from here on."""
         self._ledger.on_use = None
         self._install()
         self._ledger.be_awake()
@@ -152,18 +140,16 @@ class StepMemory:
                 instrument.uninstall()
 
     def add(self, instrument: Instrument) -> None:
-        """Install another instrument, for now and for measured steps."""
+        """Install another instrument, now and in measured steps."""
         self.instruments.append(instrument)
         if self._installed:
             instrument.install()
 
     def remove(self, instrument: Instrument) -> None:
-        """Do without an instrument from now on."""
+        """Remove an instrument."""
         self.instruments.remove(instrument)
         if self._installed:
             instrument.uninstall()
-
-    # ---- actions
 
     def begin(self, kind: int, name: str, now: int) -> None:
         """End the segment before an action, whose op is about to be written, and begin the one inside it."""
@@ -173,14 +159,14 @@ class StepMemory:
         self._from = self._ops.count + 1, now
 
     def end(self, now: int) -> None:
-        """End the action that is under way."""
+        """End the present action."""
         if not self.playing:
             self.before_end()
         self._cut(None, now)
         self._from = self._ops.count, now
 
     def follow(self, mark: Hashable) -> None:
-        """Measure the rest of the step if the boundary that comes now is none of the step that is played."""
+        """Measure the rest of the step if its next boundary is not that of the played step."""
         if self.playing and self._curve.marks[self._curve.next] != mark:
             self.flush()
             self._known.pop(self._key, None)
@@ -200,7 +186,7 @@ class StepMemory:
             self._segments.append(Segment.measured(mark, changes, first, times))
 
     def _starts(self, first: int, count: int) -> list[int]:
-        """Return when these ops began."""
+        """Return the starts of these ops."""
         at = HEADER.itemsize + OP.itemsize * first
         starts: list[int] = np.frombuffer(self._ops.map[at : at + OP.itemsize * count], OP)["start"].tolist()
         return starts
@@ -215,23 +201,21 @@ class StepMemory:
             spike = self._allocated.take_peak() - held
         self._ledger.write_all(*self._curve.take(self._starts, spike))
 
-    # ---- what is there to see
-
     def saving(self) -> AbstractContextManager[Any]:
-        """Return a context in which what autograd saves is counted as activations, if the step is measured."""
+        """Return a context in which the tensors that autograd saves count as activations, if the step is measured."""
         if self.playing or not torch.is_grad_enabled():
             return nullcontext()
         return saved_tensors_hooks(self._pack, PackedTensor.unpack)
 
-    # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since
-    # autograd leaves the check for in-place writes to the hooks, it is made here.
+    # Do not return the tensor itself: an output that its own node saves would keep itself alive. Autograd leaves the
+    # check for in-place writes to the hooks.
     def _pack(self, tensor: Tensor) -> PackedTensor:
         self._ledger.track(tensor, "activations")
         return PackedTensor(tensor.detach(), tensor._version)
 
     @property
     def held(self) -> dict[str, int]:
-        """The bytes held by category; in an action that is played, at its peak."""
+        """The bytes held by category; in a played action, at its peak."""
         self.flush()
         levels = dict(self._ledger.held)
         if self.playing:
@@ -250,7 +234,7 @@ class PackedTensor:
         self.version = version
 
     def drop(self) -> None:
-        """Free the tensor, since it will not be needed again."""
+        """Free the tensor, which is not needed again."""
         self.tensor = None
 
     @property
@@ -260,11 +244,7 @@ class PackedTensor:
         return self.tensor.shape
 
     def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was written into since.
-        """
+        """Return the tensor, unless it has been written into since."""
         tensor, version = self.tensor, self.version
         assert tensor is not None, "a node whose saved tensors were let go of is not called again"
         if tensor._version != version:
@@ -279,9 +259,7 @@ class PackedTensor:
 class Gradients:
     """The gradients of some parameters, each counted as soon as it is made.
 
-    Args:
-        ledger: where they are counted.
-        allocated: the allocator of a GPU; what it held most is counted before and after each gradient.
+    The peak of a GPU's allocator is written before and after each gradient.
     """
 
     def __init__(
@@ -292,18 +270,18 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
-        """Count those that are there, and from now on each that is made."""
+        """Count the present gradients, and from now on each that is made."""
         self.collect()
         self._hooks = [p.register_post_accumulate_grad_hook(self._see) for p in self._parameters]
 
     def uninstall(self) -> None:
-        """See them no longer."""
+        """Stop counting new ones."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def collect(self) -> None:
-        """Count those that are there."""
+        """Count the present gradients."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._ledger.track(parameter.grad, "grads")
@@ -317,25 +295,22 @@ class Gradients:
             self._allocated.look()
 
 
-# ---------------------------------------------------------------- a GPU's allocator
-
-
 class HasStats(Protocol):
-    """`torch.cuda`, `torch.xpu`: a device's module whose allocator keeps statistics."""
+    """`torch.cuda`, `torch.xpu`: the module of a device whose allocator keeps statistics."""
 
     def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
         """Return the statistics."""
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Let the peak be what is allocated now."""
+        """Set the peak to what is allocated now."""
 
 
 class DeviceAllocator:
-    """The allocator of a rank's device, and the ledger that is brought up to it.
+    """The allocator of a rank's device, which the ledger follows.
 
-    The ledger knows the tensors that something is said of: parameters, what autograd saved, buckets. It does not know
-    an operator's temporaries, a library's workspace, or a batch. On the CPU nobody counts these. On a GPU torch's
-    caching allocator does. The largest total of a rank's records is then `torch.cuda.max_memory_allocated`.
+    The ledger knows tracked tensors: parameters, saved tensors, buckets. It does not know an operator's temporaries, a
+    library's workspace, or a batch, which torch's caching allocator counts on a GPU, and nothing on a CPU. The largest
+    total of a rank's records is then `torch.cuda.max_memory_allocated`.
     """
 
     def __init__(self, api: HasStats, device: torch.device, ledger: Ledger) -> None:
@@ -343,36 +318,32 @@ class DeviceAllocator:
         self._unnamed = 0
 
     def take_peak(self) -> int:
-        """Return the bytes that were allocated at most since the last look."""
-        told = self._api.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
+        """Return the most bytes that were allocated since the last look."""
+        stats = self._api.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
         self._api.reset_peak_memory_stats(self._device)
-        return 0 if told is None else int(told["all"]["peak"])  # None: nothing has been allocated on it yet
+        return 0 if stats is None else int(stats["all"]["peak"])  # None: nothing has been allocated on it yet
 
     def look(self) -> int:
         """Write what came and went since the last look, a spike of "buffers"; return the bytes allocated now."""
-        told = self._api.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
-        if told is None:
+        stats = self._api.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
+        if stats is None:
             return 0
-        passed = told["all"]["peak"] - sum(self._ledger.held.values())
+        passed = stats["all"]["peak"] - sum(self._ledger.held.values())
         if passed > 0:
             self._ledger.correct(("buffers", passed), ("buffers", -passed))
         self._api.reset_peak_memory_stats(self._device)
-        return int(told["all"]["current"])
+        return int(stats["all"]["current"])
 
     def settle(self) -> None:
-        """Write what came and went, and keep in "buffers" what is allocated now beyond what the categories hold."""
+        """Write what came and went, and put into "buffers" what is allocated beyond the categories' bytes."""
         now, held = self.look(), self._ledger.held
-        unnamed = min(self._unnamed, held["buffers"])  # less where the ledger has started anew
+        unnamed = min(self._unnamed, held["buffers"])  # less if the ledger has started anew
         by = max(now - sum(held.values()), -unnamed)
         self._ledger.correct(("buffers", by))
         self._unnamed = unnamed + by
 
 
 def allocated_on(device: torch.device | None, ledger: Ledger) -> DeviceAllocator | None:
-    """Return the allocator of a device; None where it keeps no statistics, as on the CPU.
-
-    >>> allocated_on(torch.device("cpu"), None) is None  # type: ignore[arg-type]
-    True
-    """
+    """Return the allocator of a device; None if it keeps no statistics, as on the CPU."""
     api = None if device is None else getattr(torch, device.type, None)
     return DeviceAllocator(api, device, ledger) if hasattr(api, "memory_stats_as_nested_dict") else None  # type: ignore[arg-type]

@@ -1,10 +1,7 @@
 """The cost of one operator: FLOPs by torch's formulas, bytes by its arguments and results.
 
-Dispatch modes, which see every operator of a forward or a backward, use it: `flops.count` on tensors without data,
-simulated ranks, and models that are traced.
+Dispatch modes use this for every operator: `flops.count` on tensors without data, simulated ranks, and traced models.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,19 +12,15 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from mpkit.common import torch_private
 from mpkit.common.torch_private import _grouped_mm, _unsafe_view
 
-_MOVES_NOTHING = {  # besides operators that are declared as views
-    _unsafe_view,
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-}
+_ATEN = torch.ops.aten
+_MOVES_NOTHING = {_unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.new_empty_strided}
+"""Operators that move nothing, besides declared views."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among an operator's arguments or results, which nest in tuples, lists and dicts only.
 
-    torch's own tree_leaves knows more kinds of trees but takes ten times as long, for every operator.
+    torch's own tree_leaves knows more kinds of trees, but takes ten times as long for every operator.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -49,8 +42,7 @@ def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of an operator; 0 for all but matrix products, convolutions and attention.
 
-    A fused attention that is causal computes the scores that are attended to, of which there are about half as many;
-    torch's own formulas count all.
+    A causal fused attention computes only the attended scores, about half of those that torch's formulas count.
     """
     formula = _FORMULAS.get(func.overloadpacket)
     if formula is None:
@@ -77,7 +69,7 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Return those of its backward: q kT again, then the gradients of v and a, and of k and q."""
+    """Return the FLOPs of its backward: q kT again, then the gradients of v and a, and of k and q."""
     b, h, s, d = query
     return int(2 * b * h * s * key[2] * (3 * d + 2 * value[3]))
 
@@ -88,7 +80,7 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * matrices * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-# torch has no formula for the kernel for CPUs, and before 2.13 none for queries with more heads than keys.
+# torch has no formula for the CPU's kernel, and before 2.13 none for queries with more heads than keys.
 _KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 _ATTENTION = {
     getattr(torch_private, f"_scaled_dot_product_{kernel}{suffix}"): formula

@@ -1,16 +1,14 @@
 """The Recorder writes what one rank does into the rank's files as it happens.
 
-An op is written when it begins, as open, and again when it ends. So the file always says what the rank is doing
-now, and what it was doing when it was killed or hung. The hot path is `begin` and `end`: two readings of the clock,
-two writes into mapped memory, and almost no allocation.
+An op is written when it begins, as open, and again when it ends. So the file always says what the rank is doing, or
+was doing when it was killed or hung. The hot path is `begin` and `end`: two readings of the clock, two writes into
+mapped memory, and almost no allocation.
 
 Reading the wall clock is cheap; reading a thread's CPU time is a system call that costs as much as all the rest. So
 within 0.2 ms of such a reading, CPU time is assumed to advance with the wall clock: an op that begins right after
-another needs no reading of its own. A system that gives the core to another process does so for longer than that, and
-a thread sleeps only in a WAIT, after which CPU time is read again.
+another needs no reading of its own. A system that gives the core to another process does so for longer, and a thread
+sleeps only in a WAIT, after which CPU time is read again.
 """
-
-from __future__ import annotations
 
 import struct
 import time
@@ -47,8 +45,8 @@ _COMPUTE, _WAIT = Lane.COMPUTE.value, Kind.WAIT.value  # 0, 16
 _NEAR = 200_000  # ns
 _STATES = {"finished": 1, "failed": 2}
 
-# An op of the compute lane that is open: its index, the thread's CPU time when it began, the depth of an op
-# inside it, and the op around it. A tuple is built faster than two lists are appended to.
+# An open op of the compute lane: its index, the thread's CPU time when it began, the depth of an op inside it, and the
+# op around it. Building a tuple is faster than appending to two lists.
 _Open: TypeAlias = "tuple[int, int, int, _Open | None]"
 _NOTHING: _Open = (-2, 0, 0, None)
 
@@ -56,8 +54,8 @@ _NOTHING: _Open = (-2, 0, 0, None)
 class Recorder:
     """The writer of one rank's operations and memory; a function run by `Cluster.run` has it as `ctx.record`.
 
-    Only one thread at a time may begin and end ops, and ops end in the thread in which they
-    began; memory may change in any thread.
+    Only one thread at a time may begin and end ops, and ops end in the thread in which they began; memory may change in
+    any thread.
 
     Args:
         folder: the folder for its files.
@@ -68,24 +66,16 @@ class Recorder:
         thread_time: the CPU time of this thread, in ns.
 
     Attributes:
-        folder: the folder of its files.
         ledger: the memory that this rank holds, by category.
-        allocated: the device's allocator, to which the ledger is brought up after each action; None on the CPU.
+        allocated: the device's allocator, which the ledger follows after each action; None on the CPU.
         memory: the memory of steps, measured or played back; see `mpkit.trace.record.memory`.
         values: what `log` writes.
-        layers: whether hooks are to record every layer within an action as well.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        device: torch.device | None = None,
-        *,
-        layers: bool = False,
-        now: Callable[[], int] = time.monotonic_ns,
-        thread_time: Callable[[], int] = time.thread_time_ns,
-    ) -> None:
+        self, folder: Path, rank: int, device: torch.device | None = None, *, layers: bool = False,
+        now: Callable[[], int] = time.monotonic_ns, thread_time: Callable[[], int] = time.thread_time_ns,
+    ) -> None:  # fmt: skip
         self.folder = folder = Path(folder)
         self._now, self._thread_time = now, thread_time
         self.layers = layers
@@ -111,7 +101,7 @@ class Recorder:
         """Write that an op begins; return the index with which to `end` it, -1 if it could not be recorded.
 
         Ops of the compute lane nest: an op that begins inside another ends before it. Communication may overlap
-        anything. The arguments are the columns of `mpkit.trace.OP`.
+        anything. The arguments are columns of `mpkit.trace.OP`.
         """
         if self.memory.active and kind < _WAIT and self._open is _NOTHING:
             self.memory.begin(kind, name, self._now())
@@ -125,24 +115,9 @@ class Recorder:
         around = self._open
         start = self._now()
         _BEGIN(
-            file.map,
-            _FIRST + _SIZE * index,
-            kind,
-            lane,
-            0 if lane else around[2],
-            stage,
-            microbatch,
-            self._step,
-            named,
-            called,
-            among,
-            number,
-            peer,
-            ref,
-            start,
-            nbytes,
-            flops,
-        )
+            file.map, _FIRST + _SIZE * index, kind, lane, 0 if lane else around[2], stage, microbatch, self._step,
+            named, called, among, number, peer, ref, start, nbytes, flops,
+        )  # fmt: skip
         file.count = index + 1
         _LONG(file.map, 8, index + 1)  # the header's count, set after the record: it counts complete records
         if self._late:
@@ -159,17 +134,12 @@ class Recorder:
         return index
 
     def note_parts(self, index: int, parts: Sequence[int]) -> None:
-        """Write the bytes that an all-to-all of uneven parts sends to each member of its group.
-
-        Args:
-            index: the op, as `begin` returned it.
-            parts: (n,) bytes, by place in the group; they add up to the op's.
-        """
+        """Write the bytes that the all-to-all of uneven parts `index` sends to each member of its group, by place."""
         if index >= 0:
             self._sent_parts.write(index, parts)
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
-        """Write that the op ended, with the CPU time that its thread used, and `nbytes` if it is known only now.
+        """Write that the op ended, with the CPU time that its thread used, and `nbytes` if they are known only now.
 
         Ops of the compute lane that were left open inside it end as well.
         """
@@ -207,17 +177,17 @@ class Recorder:
                 self.allocated.settle()
 
     def costs(self, index: int, flops: float, nbytes: int) -> None:
-        """Write the FLOPs of a compute op and the bytes that it moved, known only when it is over."""
+        """Write the FLOPs of a compute op and the bytes that it moved, which are known when it is over."""
         if index >= 0:
             at = _FIRST + _SIZE * index
             _FLOAT(self._file.map, at + _AT_FLOPS, flops)
             _LONG(self._file.map, at + _AT_BYTES, nbytes)
 
     def drop(self, index: int) -> None:
-        """Leave the op open in the file, as the one that was running when something failed, and go on without it."""
+        """Leave the op open in the file, as the one that was running at a failure, and go on without it."""
         if index not in self._stack():
             return
-        if self._dropped_at != self._file.count:  # of several, the innermost knows best where the failure was
+        if self._dropped_at != self._file.count:  # the innermost of several knows best where the failure was
             self._dropped, self._dropped_at = self.current, self._file.count
         while self._open[0] >= index:
             self._open = self._open[3] or _NOTHING
@@ -232,19 +202,14 @@ class Recorder:
         return Step(self, number)
 
     def begin_step(self, number: int) -> None:
-        """Begin a step, as `step` does on entering; the step's loss is not known yet."""
+        """Begin a step, as `step` does on entering; its loss is not known yet."""
         self._step = number
         self._step_op = index = self.begin(Kind.STEP, "step")
         if index >= 0:
             _FLOAT(self._file.map, _FIRST + _SIZE * index + _AT_VALUE, nan)
 
     def begin_memory(self, key: Hashable, *, varies: bool = False) -> None:
-        """Say that the memory of the step under way is that of every other step with this key.
-
-        Args:
-            key: shapes and dtypes of the step's batch.
-            varies: whether it is not.
-        """
+        """Say that the present step's memory is that of every step with this key (`StepMemory.begin_step`)."""
         self.memory.begin_step(key, self._now(), varies=varies)
 
     def end_step(self) -> None:
@@ -304,7 +269,7 @@ class Recorder:
         return self._file.count
 
     def idle(self, idle: bool) -> None:
-        """Write that the rank waits to be asked for something, which for others means that it has finished; or not."""
+        """Write whether the rank waits for its next task; to others, it has then finished."""
         self._file.mark(_STATES["finished"] if idle else 0)
 
     def close(self, state: Literal["finished", "failed"] = "finished") -> None:
@@ -318,7 +283,7 @@ class Recorder:
             file.close(_STATES[state])
 
     def _stop(self, error: OSError) -> None:
-        """Stop recording, since the disk had no room for a name: without names, records mean nothing."""
+        """Stop recording: the disk has no room for a name, and records mean nothing without names."""
         count = self._file.count
         for file in (self._file, self._memory):
             file.stop()

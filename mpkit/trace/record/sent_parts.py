@@ -1,6 +1,4 @@
-"""What all-to-alls of uneven parts send to whom, as it is written."""
-
-from __future__ import annotations
+"""The parts that uneven all-to-alls send to each rank."""
 
 import struct
 from collections.abc import Sequence
@@ -13,12 +11,7 @@ _PACK = struct.Struct("<IIq").pack
 
 
 class SentParts:
-    """The parts that one rank sends; their file is made when the first one is.
-
-    Args:
-        folder: the folder of the rank's files.
-        rank: the rank.
-    """
+    """The parts that one rank sends; the first one makes their file."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"rank{rank}.sent"
@@ -26,7 +19,7 @@ class SentParts:
         self._closed = False
 
     def write(self, op: int, parts: Sequence[int]) -> None:
-        """Write the bytes that an op sends to each member of its group, by place; those of 0 bytes are left out."""
+        """Write the bytes that an op sends to each member of its group, by place; empty parts are left out."""
         if self._closed:
             return
         if self._file is None:

@@ -1,6 +1,4 @@
-"""What a function on a rank logs: numbers of its own, by name and step."""
-
-from __future__ import annotations
+"""Values that a function on a rank logs: numbers of its own, by name and step."""
 
 import struct
 import time
@@ -18,13 +16,7 @@ _METRIC, _STOP = 0, 1
 
 
 class Values:
-    """The values that one rank logs; their file is made when the first one is.
-
-    Args:
-        folder: the folder of the rank's files.
-        rank: the rank.
-        names: the rank's names.
-    """
+    """The values that one rank logs; the first one makes their file."""
 
     def __init__(self, folder: Path, rank: int, names: NameFile) -> None:
         self._path, self._names = folder / f"rank{rank}.log", names
@@ -33,16 +25,7 @@ class Values:
         self._closed = False
 
     def log(self, name: Any, value: Any, step: int | None) -> None:
-        """Log a number.
-
-        Args:
-            name: what it is; it labels the chart, so its unit belongs there: "lr", "seconds per epoch".
-            value: a number, or a tensor of one element.
-            step: the step that it belongs to; None: one more than the latest of this name, from 0.
-
-        Raises:
-            ValueError: the name is no string, or the value no number.
-        """
+        """Log a number, or a tensor of one element, for a step; None: the one after the latest of this name, from 0."""
         number = _number(name, value)
         if step is None or step < 0:
             step = self._counts[name]
@@ -54,11 +37,11 @@ class Values:
         self._write(reason, float("nan"), step, _STOP)
 
     def count_rows(self, expert: str, rows: int, step: int) -> None:
-        """Note how many rows of this rank's tokens an expert got in a step; see `mpkit.trace.expert_load`."""
+        """Note the rows of this rank's tokens that an expert got in a step; see `mpkit.trace.expert_load`."""
         self._write(expert, rows, step, ROWS)
 
     def count_attended(self, pairs: int, step: int) -> None:
-        """Note how many pairs of a query and a key this rank computed in a step; see `mpkit.trace.attention_work`."""
+        """Note the pairs of a query and a key that this rank computed in a step; see `mpkit.trace.attention_work`."""
         self._write("attention", pairs, step, ATTENDED)
 
     def _write(self, name: str, value: float, step: int, kind: int) -> None:

@@ -1,23 +1,21 @@
-"""Workspace: what a kernel allocates for itself, and frees before it returns.
+"""Workspace: memory that a kernel allocates for itself, and frees before it returns.
 
-Operators are all that a dispatch mode sees, so a kernel's own temporaries are known by rule. There are two for CPUs.
+A dispatch mode sees only operators, so a kernel's own temporaries are known by rule. There are two rules for CPUs.
 oneDNN computes convolutions on copies of their tensors whose channels lie in blocks of 16 (nChw16c),
 
     forward     copies of input x, weight w and output y; then y is copied to its plain layout
     backward    of the input: copies of dy, w and dx; of the weight: copies of dy, x and dw, beside the plain dx
 
-An input of less than 16 channels, such as an image, is read as it is, and so is what already has its channels last.
-And its LSTM keeps gates and states of all steps for the backward, in a workspace that is one of its results; without
-content that one is empty (`with_workspace`).
+It reads an input with less than 16 channels, such as an image, or with its channels last, as it is. And its LSTM keeps
+gates and states of all steps for the backward, in a workspace that is one of its results; without content it is empty
+(`with_workspace`).
 
-A GPU's convolutions choose among algorithms with workspaces of very different sizes; none is counted for them, nor
-what cuDNN keeps of an LSTM.
+A GPU's convolutions choose among algorithms with workspaces of very different sizes; these do not count, nor does
+cuDNN's for an LSTM.
 
 Source: oneDNN developer guide, "Memory Format Propagation" and "Understanding Memory Formats"; sizes as torch.profiler
 shows them for torch's CPU build (`benchmarks/memory.py` holds them to it).
 """
-
-from __future__ import annotations
 
 from math import ceil
 from typing import Any
@@ -29,7 +27,7 @@ BLOCK, PAGE = 16, 4096
 
 
 def workspace_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that are held at a kernel's own peak beyond its arguments, its results included.
+    """Return the bytes held at a kernel's own peak beyond its arguments, its results included.
 
     >>> x, w = torch.empty(4, 16, 8, 8), torch.empty(32, 16, 1, 1)
     >>> convolution = torch.ops.aten.convolution.default
@@ -37,42 +35,30 @@ def workspace_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
     >>> y = convolution(*given)
     >>> workspace_of(convolution, given, y) == 2 * y.nbytes  # blocked and plain, more than blocked x, w and y
     True
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        out: its results.
     """
     if func is torch.ops.aten.convolution.default:
         x, w, y = args[0], args[1], out
-        return max(
-            _blocked_bytes(x) + _blocked_weight(w) + _blocked_bytes(y), _blocked_bytes(y) + int(y.nbytes)
-        )
+        copied = _blocked_bytes(x) + int(w.nbytes)
+        return _blocked_bytes(y) + max(copied, int(y.nbytes))
     if func is torch.ops.aten.convolution_backward.default:
         dy, x, w = args[:3]
-        wants = args[-1]
-        copies = _blocked_bytes(dy) + _blocked_bytes(x) + _blocked_weight(w)
-        dx = int(x.nbytes) if wants[0] else 0
-        return copies + dx
+        dx = int(x.nbytes) if args[-1][0] else 0
+        return _blocked_bytes(dy) + _blocked_bytes(x) + int(w.nbytes) + dx
     return 0
 
 
 def _blocked_bytes(x: Tensor) -> int:
-    """Return the bytes of a copy with blocked channels, (batch, channels, ...); 0 where none is made."""
+    """Return the bytes of a copy with blocked channels, (batch, channels, ...); 0 if none is made."""
     if x.shape[1] < BLOCK or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return 0
     return int(x.nbytes // x.shape[1]) * BLOCK * ceil(x.shape[1] / BLOCK)
 
 
-def _blocked_weight(w: Tensor) -> int:
-    return int(w.nbytes)
-
-
 def with_workspace(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """Return the results of an LSTM's layer on a CPU with a workspace as large as oneDNN's, and others as they are.
 
-    Gates, states of the layer and of the step and their gradients, the hidden state before its projection, and cell
-    states with their gradients, in 32 bits; rows are padded to 64 bytes and buffers to pages.
+    It holds gates, states of the layer and of the step and their gradients, the hidden state before its projection, and
+    cell states with their gradients, in 32 bits; rows are padded to 64 bytes and buffers to pages.
 
     >>> x, hidden = torch.empty(16, 8, 100), torch.empty(8, 100)
     >>> w = torch.empty(400, 100), torch.empty(400, 100), torch.empty(400), torch.empty(400)
@@ -92,6 +78,6 @@ def with_workspace(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
 
 def _row(width: int) -> int:
-    """Return the elements of a row in memory: of 64 bytes, and not a multiple of 256 elements."""
+    """Return the elements of a row in memory: padded to 64 bytes, and not a multiple of 256 elements."""
     padded = BLOCK * ceil(width / BLOCK)
     return padded + BLOCK if padded % 256 == 0 else padded
