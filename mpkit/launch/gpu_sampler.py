@@ -1,16 +1,14 @@
 """The sampler: what the ranks' GPUs are doing, ten times per second, beside what the ranks record of themselves.
 
-A thread of the process that watches the run asks NVML, the driver's library for monitoring, so that no rank spends
-time on it, and writes rank3.gpu in the launch's folder for every rank on that GPU, on the clock of the ranks'
-operations. The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins. It has run on one H200,
-whose answers are in benchmarks/gpu/h200.json.
+A thread of the process that watches the run asks NVML, the driver's library for monitoring, so that no rank spends time
+on it, and writes rank3.gpu in the launch's folder for every rank on that GPU, on the clock of the ranks' operations.
+The package nvidia-ml-py (module pynvml) is imported when a run on GPUs begins. It has run on one H200, whose answers
+are in benchmarks/gpu/h200.json.
 """
-
-from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -22,55 +20,36 @@ from mpkit.devices.local.gpus import inventory_of
 from mpkit.trace import SAMPLE
 from mpkit.trace.record.files import RecordFile
 
-PERIOD = 0.1
-"""Seconds from one sample of a GPU to the next."""
-
-GIVE_UP = 1.0
-"""Seconds to wait for the thread where a GPU no longer answers."""
-
+PERIOD = 0.1  # seconds from one sample of a GPU to the next
+GIVE_UP = 1.0  # seconds to wait for the thread where a GPU no longer answers
 NOT_SAMPLED = "GPUs were not sampled (utilisation, memory in use)"
 
 
 def gpus_of(settings: Settings) -> list[str]:
     """Return the UUID or bus id of each rank's GPU; "" where it is not known."""
-    inventory, numbers = inventory_of("cuda"), settings.numbers
-    if inventory is None:
-        return [""] * settings.ranks
-    return [inventory.devices[numbers[rank % len(numbers)]].identity for rank in range(settings.ranks)]
+    numbers = [settings.numbers[rank % len(settings.numbers)] for rank in range(settings.ranks)]
+    inventory = inventory_of("cuda")
+    return ["" if inventory is None else inventory.devices[number].identity for number in numbers]
 
 
 def read_gpu(nvml: Any, gpu: Any) -> tuple[float, float]:
     """Return a GPU's utilisation and its memory in use; nan where the GPU or its driver does not tell.
 
-    Args:
-        nvml: the module pynvml.
-        gpu: NVML's handle of the GPU.
-
-    Returns:
-        The percent of the driver's last sample period (1/6 s to 1 s) in which a kernel ran; the bytes in use by all
-        processes and the driver.
+    Utilisation is the percent of the driver's last sample period (1/6 s to 1 s) in which a kernel ran; memory is in
+    bytes, of all processes and the driver.
     """
-
-    def ask(question: Callable[[], float]) -> float:
-        try:
-            return float(question())
-        except nvml.NVMLError:  # not supported, or the GPU is lost
-            return nan
-
-    return (
-        ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-        ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
-    )
+    utilisation = used = nan
+    with suppress(nvml.NVMLError):  # not supported, or the GPU is lost
+        utilisation = float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+    with suppress(nvml.NVMLError):
+        used = float(nvml.nvmlDeviceGetMemoryInfo(gpu).used)
+    return utilisation, used
 
 
 class GpuSampler:
     """Samples the GPUs of a launch's ranks from `start` to `close`; none where they are not on GPUs that NVML knows.
 
-    Args:
-        settings: those of the launch.
-
-    Attributes:
-        meta: what the trace's meta says of it: "sampled_gpus", a UUID per rank, or "gpus_not_sampled", a sentence.
+    `meta` is the trace's: "sampled_gpus", a UUID per rank, or "gpus_not_sampled", a sentence.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -93,36 +72,31 @@ class GpuSampler:
             import pynvml
         except ImportError:
             return 'the package nvidia-ml-py is missing; pip install "mpkit[gpu]" installs it'
+        gpu = ""
         try:
             pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            return f"NVML answers {str(error)!r}; {steps}"
-        for gpu in dict.fromkeys(gpus):
-            by = "UUID" if gpu.startswith("GPU-") else "PciBusId"
-            try:
+            for gpu in dict.fromkeys(gpus):
+                by = "UUID" if gpu.startswith("GPU-") else "PciBusId"
                 handle = getattr(pynvml, f"nvmlDeviceGetHandleBy{by}")(gpu)
-            except pynvml.NVMLError as error:
-                self._gpus.clear()
-                pynvml.nvmlShutdown()
-                return f"NVML answers {str(error)!r} for {gpu}; `nvidia-smi -L` lists the GPUs"
-            self._gpus[gpu] = handle, [rank for rank, each in enumerate(gpus) if each == gpu]
+                self._gpus[gpu] = handle, [rank for rank, each in enumerate(gpus) if each == gpu]
+        except pynvml.NVMLError as error:
+            if not gpu:
+                return f"NVML answers {str(error)!r}; {steps}"
+            self._gpus.clear()
+            pynvml.nvmlShutdown()
+            return f"NVML answers {str(error)!r} for {gpu}; `nvidia-smi -L` lists the GPUs"
         self._nvml = pynvml
         return ""
 
     def start(self, folder: Path) -> None:
-        """Sample from now on, into the folder of the launch.
-
-        Raises:
-            OSError: the disk has no space for the samples.
-        """
+        """Sample from now on, into the folder of the launch."""
         files = [
             (gpu, [RecordFile(part(folder, rank, "gpu"), "gpu", SAMPLE.itemsize, 512) for rank in ranks])
             for gpu, ranks in self._gpus.values()
         ]
         if files:
-            self._thread = threading.Thread(
-                target=self._sample, args=(files,), name="mpkit-gpus", daemon=True
-            )
+            how: dict[str, Any] = {"name": "mpkit-gpus", "daemon": True}
+            self._thread = threading.Thread(target=self._sample, args=(files,), **how)
             self._thread.start()
 
     def close(self) -> None:

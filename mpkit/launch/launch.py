@@ -1,13 +1,18 @@
-"""One launch, from the payload to its outcome, as `Cluster` and `Run` see it; and that of ranks started here.
+"""One launch, from the payload to its outcome, as `Cluster` and `Run` see it; and the launch of ranks started here.
 
 start     write the folder that the ranks read (`run_folder`), and ask the fork server to fork them
 watch     handle events, show output (`sink`), look for hangs (`hang/hang.py`); one thread polls until it is over
 end       end all ranks, whatever they and the fork server do
 outcome   results by rank, or the error of the rank that failed first (`failure`)
+
+`Helper` is what a Cluster prepares ahead: the fork server; and a thread that imports what the first training needs.
+Preparing one runs the model on fake tensors, for which torch imports its compiler (torch._dynamo) and sympy: about a
+second in a fresh process, which `import torch` spares those who do not need it. The thread begins with this when a
+Cluster is made, as its fork server begins to import torch, and `train` waits for the rest.
 """
 
-from __future__ import annotations
-
+import gc
+import importlib
 import os
 import pickle
 import shutil
@@ -20,12 +25,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from mpkit.common.exceptions import one_line
 from mpkit.common.launch_folder import Settings, part
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import GpuSampler
 from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
-from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
+from mpkit.launch.process.fork_server import FROM, STOPPED, STOPPED_FOR, ForkServerClient
 from mpkit.launch.process.output import OutputReader
 from mpkit.launch.process.processes import RankProcesses, is_stopped
 from mpkit.launch.process.run_folder import new_folder
@@ -36,26 +42,16 @@ KILL_TAKES = 5.0
 
 
 class RankLaunch:
-    """Ranks that run one function: forked here (`Launch`), or started by a launcher (`LaunchedRank`).
+    """Ranks that run one function: forked here (`Launch`), or started by a launcher (`LaunchedRank`)."""
 
-    Attributes:
-        ranks: the number of ranks.
-        folder: where they write.
-        meta: data for the trace's meta.
-        leads: whether this process has the trace of all ranks; on one machine it always has.
-        error: what it failed with, or None.
-        stopped, has_ended: whether somebody has ended it; whether it is over, however it ended.
-        hangs: watches the ranks.
-    """
-
-    leads = True
+    leads = True  # whether this process has the trace of all ranks, as it always has on one machine
     hangs: HangWatch
-    folder: Path
+    folder: Path  # where the ranks write
 
     def __init__(self, ranks: int, meta: dict[str, Any]) -> None:
-        self.ranks, self.meta = ranks, meta
+        self.ranks, self.meta = ranks, meta  # `meta` becomes the trace's
         self.error: Exception | None = None
-        self.stopped = self.has_ended = False
+        self.stopped = self.has_ended = False  # somebody has ended it; it is over, however it ended
         self._processes = RankProcesses()
         self._trace: Trace | None = None
 
@@ -63,11 +59,6 @@ class RankLaunch:
     def pids(self) -> list[int]:
         """The ranks' process ids; empty until the ranks are started."""
         return self._processes.pids
-
-    @property
-    def waiting_for(self) -> str | None:
-        """The notice of a long wait, in words; None while there is none."""
-        return self.hangs.waiting_for
 
     @property
     def losses(self) -> list[float]:
@@ -103,15 +94,11 @@ class RankLaunch:
             raise
 
     def kill(self) -> None:
-        """Kill all ranks without waiting; what they recorded stays. Any thread may call this."""
+        """Kill all ranks without waiting; what they recorded stays. Thread-safe."""
         raise NotImplementedError
 
     def end(self, error: BaseException | None = None) -> None:
-        """Kill all ranks, unless the launch is over: then it stays what it was. Any thread may call this.
-
-        Args:
-            error: the error that the launch ends with; None: the user ended it.
-        """
+        """Kill all ranks unless the launch is over, which ends with `error`; None: the user ended it. Thread-safe."""
         if error is not None and self.error is None:
             ended = f"the thread that follows the ranks was ended by {type(error).__name__}"
             self.error = error if isinstance(error, Exception) else MpkitError(ended)
@@ -134,41 +121,31 @@ class RankLaunch:
     def results(self, load: Callable[[IO[bytes]], Any] = pickle.load) -> list[Any]:
         """Return what the function returned, by rank, or raise the error of the launch.
 
-        Args:
-            load: reads a result's file; replace it if the ranks are not trusted.
-
-        Raises:
-            MpkitError: the launch was stopped before its end.
+        Pass another `load` to read the results of ranks that are not trusted.
         """
         assert self.has_ended, "asked for results before the launch was over"
         self.raise_error()
         if self.stopped:
             raise MpkitError("this run was stopped before its end: there are no results")
-        found = []
+        results = []
         for rank in range(self.ranks):
             with self._open_result(rank) as file:
-                found.append(load(file))
-        return found
+                results.append(load(file))
+        return results
 
     def _open_result(self, rank: int) -> IO[bytes]:
         return part(self.folder, rank, "result").open("rb")
 
 
 class Launch(RankLaunch):
-    """A launch of ranks that this process starts.
+    """A launch of ranks that this process starts; `fork_server` forks them once it has imported torch.
 
     Args:
-        fork_server: the process that forks the ranks, once it has imported torch.
-        settings: the settings that every rank reads.
-        payload: the bytes that `pack` returned.
+        settings, payload: what the ranks read; `payload` is what `pack` returned.
         timeout: see `mpkit.launch.hang.hang.Patience`.
         sink: receives labelled lines of output. If it raises, it receives no more lines and the ranks continue; a
             BrokenPipeError, which means that nothing reads this program's output, ends them.
-        meta: data for the trace's meta.
         modules: modules that the ranks need and that do not change, to be imported before the ranks are forked.
-
-    Raises:
-        OSError: the disk has no space for the files that the ranks need.
     """
 
     def __init__(
@@ -185,16 +162,14 @@ class Launch(RankLaunch):
         weakref.finalize(self, self._sampler.close)
         self._sink, self._is_heard = sink, True
         self._output = OutputReader(self.folder, self.ranks)
-        self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout)
+        self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout, range(self.ranks))
         self._polling = threading.RLock()
         self._looked, self._looking = 0.0, False  # a look polls while it asks ranks where they are
-        self._stopped_since: float | None = None  # when the fork server was found stopped
+        self._stopped_since: float | None = None  # when the fork server was first seen stopped
         self._killed_at: float | None = None
         self._sampler.start(self.folder)
         # The ranks start now, or as soon as the fork server has imported torch.
         fork_server.tell("launch", folder=str(self.folder), ranks=self.ranks, modules=list(modules))
-
-    # ---- watch --------------------------------------------------------------------------------------------
 
     def poll(self, wait: float) -> bool:
         """Process what happens within `wait` seconds and return whether the launch is over."""
@@ -222,16 +197,13 @@ class Launch(RankLaunch):
             if self.has_ended:
                 return
         if self._killed_at is not None and time.monotonic() - self._killed_at > KILL_TAKES:
-            self._force(
-                MpkitError("the process that ranks are started from did not answer; it has been ended")
-            )
+            self._force(MpkitError(f"{FROM} did not answer; it has been ended"))
 
     def _look(self) -> None:
         stopped = is_stopped(self._fork_server.pid)
         self._stopped_since = (self._stopped_since or self._looked) if stopped else None
         if self._stopped_since is not None and self._looked - self._stopped_since > STOPPED_FOR:
-            self._force(MpkitError(STOPPED.format(pid=self._fork_server.pid)))
-            return
+            return self._force(MpkitError(STOPPED.format(pid=self._fork_server.pid)))
         self._show(self._output.lines())
         if self.error is None and self._killed_at is None and self.pids and self.hangs.look(self):
             self.give_up()
@@ -251,20 +223,16 @@ class Launch(RankLaunch):
             try:
                 if self._is_heard:
                     self._sink(line)
-            except Exception as error:
+            except BrokenPipeError as error:
                 self._is_heard = False
-                if not isinstance(error, BrokenPipeError):
-                    trouble = f"{type(error).__name__}: {error}"
-                    with suppress(
-                        OSError, ValueError, AttributeError
-                    ):  # standard error may be closed as well
-                        print(
-                            f"mpkit: what the ranks print cannot be shown any more ({trouble}); they go on",
-                            file=sys.stderr,
-                        )
-                elif self.error is None:
+                if self.error is None:
                     self.error = error
                     self._kill_ranks()
+            except Exception as error:
+                self._is_heard = False
+                warn = f"mpkit: what the ranks print cannot be shown any more ({one_line(error)}); they go on"
+                with suppress(OSError, ValueError, AttributeError):  # standard error may be closed as well
+                    print(warn, file=sys.stderr)
 
     def give_up(self) -> None:
         """End all ranks as hung, with a report of which rank waits where. For `poll` and its callers."""
@@ -272,8 +240,6 @@ class Launch(RankLaunch):
         if error is not None:  # the launch has not ended while the ranks were asked where they are
             self.error = error
             self._kill_ranks()
-
-    # ---- end ----------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
         """Kill all ranks, and what they have started."""
@@ -318,3 +284,57 @@ class Launch(RankLaunch):
 def _remove(folder: Path) -> None:
     """Remove a folder in a thread: the launch that takes this one's place need not wait for the disk."""
     threading.Thread(target=shutil.rmtree, args=(folder, True), name="mpkit-remove", daemon=True).start()
+
+
+class Helper:
+    """What a cluster shares with those that `resized` makes of it: the process that their ranks are forked from.
+
+    `start` starts a fork server; it is None under a launcher, whose processes are the ranks.
+    """
+
+    def __init__(self, start: Callable[[], ForkServerClient] | None) -> None:
+        self._start = start
+        self.fork_server = None if start is None else start()  # the latest one
+        self.latest: RankLaunch | None = None  # one launch may run at a time
+        self.training: Any = None  # the latest one
+        self.closed = False  # whether one of the clusters was closed
+        self.launching = threading.Lock()  # held while a thread checks whether it is busy, and launches
+
+    def provide(self) -> ForkServerClient:
+        """Return a fork server that is alive: one ends by itself when nobody has used it for minutes."""
+        assert self._start is not None and self.fork_server is not None  # no launcher started this process
+        if not self.fork_server.alive:
+            self.fork_server.close()
+            self.fork_server = self._start()
+        return self.fork_server
+
+
+NEEDED = (
+    "sympy", "torch.distributed.tensor", "torch._dynamo", "mpkit.strategies.prepare.prepare",
+    "mpkit.launch.session.run",
+)  # fmt: skip
+"""What `train` imports at its first call. Each is imported after what it imports itself, so that a thread that imports
+one of them at the same time waits for it, rather than for a ring of modules that wait for each other."""
+
+
+def import_ahead() -> threading.Thread:
+    """Start a thread that imports these modules, and return it.
+
+    It is not a daemon: an interpreter that ends while it imports would abort in the middle of torch's C++ code. An
+    import that fails here fails in `train` too, where the error is reported.
+    """
+
+    def import_needed() -> None:
+        collects = gc.isenabled()
+        gc.disable()  # what imports create stays: looking for garbage in it takes a quarter of their time
+        try:
+            with suppress(ImportError):
+                for name in NEEDED:
+                    importlib.import_module(name)
+        finally:
+            if collects:
+                gc.enable()
+
+    thread = threading.Thread(target=import_needed, name="mpkit-import-ahead", daemon=False)
+    thread.start()
+    return thread

@@ -6,8 +6,6 @@ share     every process has all results and losses; rank 0 has the traces of all
 fail      this process ends with the error of the rank that failed first on this node; the launcher ends the others
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -37,9 +35,8 @@ from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import NOT_SAMPLED
 from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
 from mpkit.launch.launch import RankLaunch
-from mpkit.launch.process.group import join
 from mpkit.launch.process.processes import answer_requests, end_answers
-from mpkit.launch.process.rank import device_of, report, work
+from mpkit.launch.process.rank import device_of, join, report, work
 from mpkit.launch.process.run_folder import empty_folder, hold, keep
 from mpkit.launch.torchrun import Launcher
 from mpkit.strategies.comm.own_process import forget_group
@@ -48,40 +45,28 @@ from mpkit.trace import HEADER, MEMORY, OP, Trace
 from mpkit.trace.record.recorder import Recorder
 from mpkit.trace.records import VALUE
 
-WAY_OUT = 2.0
-"""Seconds that this process's own code is given to come out with an error of its own, before the process is ended."""
-
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""torch's own limit, after which a rank no longer waits for a host that has died without a word."""
-
+WAY_OUT = 2.0  # seconds that the program has to come out with an error of its own, before the process ends
+GROUP_TIMEOUT = timedelta(minutes=30)  # torch's limit: no rank waits longer for a host that died silently
 TIMES = {"ops": (OP, ("start", "end")), "mem": (MEMORY, ("time",)), "log": (VALUE, ("time",))}
 """The files of records with times, and the columns that have them."""
-
-OTHERS = ("names", "sent", "taken", "axes")
-"""The files of a rank that have none."""
 
 
 class LaunchedRank(RankLaunch):
     """A launch of ranks that a launcher has started, of which this process is one.
 
-    Args:
-        launcher: the processes.
-        settings: what forked ranks would read.
-        payload: the bytes that `pack` returned.
-        timeout: see `mpkit.launch.hang.hang.Patience`.
-        sink: receives lines of mpkit's own, on rank 0; what ranks print, they print themselves.
-        meta: data for the trace's meta.
-
-    Attributes:
-        folder: where the ranks of this node write; on rank 0, where all traces come together.
-        apart: whether there are several nodes, whose ranks write into several folders.
+    `sink` receives mpkit's own lines on rank 0; ranks print their output themselves. `folder` is where the ranks of
+    this node write; on rank 0, all traces come together there.
     """
 
     def __init__(
         self, launcher: Launcher, settings: Settings, payload: bytes, *, timeout: float | None,
         sink: Callable[[str], None], meta: dict[str, Any],
     ) -> None:  # fmt: skip
-        launcher.check()
+        if launcher.broken:
+            raise MpkitError(
+                "an earlier run of these processes has failed, and some of them may be gone: let the error end the "
+                "script, and the launcher starts all ranks again (torchrun --max-restarts 3 does so by itself)"
+            )
         facts: dict[str, Any] = {
             "world_size": launcher.ranks, "device": settings.device, "backend": launcher.backend,
             "hosts": launcher.hosts, "nodes": launcher.nodes, "launcher": launcher.place.launcher,
@@ -93,7 +78,8 @@ class LaunchedRank(RankLaunch):
             )
         super().__init__(launcher.ranks, {**facts, **meta})
         self._launcher, self._payload, self._sink = launcher, payload, sink
-        self.leads, self.apart = launcher.rank == 0, len(set(launcher.nodes)) > 1
+        self.leads = launcher.rank == 0
+        self.apart = len(set(launcher.nodes)) > 1  # on several nodes, which write into several folders
         self._over = threading.Event()
         self._losses: list[float] = []
         self._results: list[bytes] = []
@@ -115,13 +101,11 @@ class LaunchedRank(RankLaunch):
 
     @property
     def pids(self) -> list[int]:
-        """This process's id."""
+        """This process's id alone."""
         return [os.getpid()]
 
     def _write_meta(self) -> None:
         write_whole(self.folder / "meta.json", json.dumps(self.meta).encode())
-
-    # ---- work -----------------------------------------------------------------------------------------------
 
     def work(self) -> None:
         """Run this process's rank, and wait for the end of all. `error` has the outcome; nothing is raised."""
@@ -144,15 +128,15 @@ class LaunchedRank(RankLaunch):
     def _run_rank(self) -> None:
         launcher, settings, recorder = self._launcher, self._settings, None
         stack = answer_requests(self.folder, launcher.rank)
+        state, threads = torch.get_rng_state(), torch.get_num_threads()  # which a rank changes in its process
         try:
-            with _unchanged_process():
-                device = device_of(launcher.place.local_rank, settings)
-                recorder = Recorder(self.folder, launcher.rank, device, layers=settings.layers)
-                with self._group():
-                    payload = io.BytesIO(self._payload)
-                    result = work(launcher.rank, settings, device, recorder, payload, enter=False)
-                    recorder.close("finished")
-                    self._share(result)
+            device = device_of(launcher.place.local_rank, settings)
+            recorder = Recorder(self.folder, launcher.rank, device, layers=settings.layers)
+            with self._group():
+                payload = io.BytesIO(self._payload)
+                result = work(launcher.rank, settings, device, recorder, payload, enter=False)
+                recorder.close("finished")
+                self._share(result)
         except BaseException as error:
             try:
                 report(error, launcher.rank, self.folder, recorder)
@@ -160,6 +144,10 @@ class LaunchedRank(RankLaunch):
                 traceback.print_exception(error)
             raise
         finally:
+            torch.set_rng_state(state)
+            torch.set_num_threads(threads)
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             end_answers(self.folder, launcher.rank, stack)
 
     @contextmanager
@@ -168,8 +156,8 @@ class LaunchedRank(RankLaunch):
         own, hook = not dist.is_initialized(), sys.excepthook  # which each init_process_group wraps once more
         if own:
             self._form("group")
-        before, again = set(_world.pg_map), self._launcher.store_for("program")
-        joined = join(self._launcher.rank, self.ranks, self._launcher.backend, again)
+        before, launcher = set(_world.pg_map), self._launcher
+        joined = join(launcher.rank, self.ranks, launcher.backend, launcher.store_for("program"))
         try:
             yield
         finally:
@@ -180,7 +168,6 @@ class LaunchedRank(RankLaunch):
         if own:
             dist.destroy_process_group()  # and all groups within it
             sys.excepthook = hook
-            return
         for group in [each for each in _world.pg_map if each not in before]:
             dist.destroy_process_group(group)
 
@@ -190,22 +177,19 @@ class LaunchedRank(RankLaunch):
             world_size=self.ranks, timeout=GROUP_TIMEOUT,
         )  # fmt: skip
 
-    # ---- share ----------------------------------------------------------------------------------------------
-
     def _share(self, result: bytes) -> None:
         """Give every process all results and losses, and rank 0 the traces of all nodes."""
         if not dist.is_initialized():  # a program frees its groups at its end
             self._form("share")
-        results: list[Any] = [None] * self.ranks
-        dist.all_gather_object(results, result)
-        self._results = results
+        self._results = [b""] * self.ranks
+        dist.all_gather_object(self._results, result)
         if self.apart:
             self._gather_traces()
         if self.leads:
             self._trace = Trace.read(self.folder)
-        told = [self._trace.losses if self._trace is not None else None]
-        dist.broadcast_object_list(told, 0)
-        self._losses = told[0] or []
+        losses: list[Any] = [self._trace.losses if self._trace is not None else None]
+        dist.broadcast_object_list(losses, 0)
+        self._losses = losses[0] or []
 
     def _gather_traces(self) -> None:
         """Bring the files of all nodes to rank 0, on its clock: two measurements, and a straight line between them."""
@@ -219,13 +203,12 @@ class LaunchedRank(RankLaunch):
         for rank, each in enumerate(gathered or []):
             for name, content in each.items():
                 part(self.folder, rank, name).write_bytes(content)
-        firsts = sorted({launcher.nodes.index(node) for node in launcher.nodes} - {0})
         self.meta["clocks"] = [
             {
                 "node": launcher.nodes[rank], "host": launcher.hosts[rank], "offset": clocks[rank][0][1] / 1e9,
                 "residual": clocks[rank][0][2] / 1e9, "drift": _drift(clocks[rank]) / 1e9,
             }
-            for rank in firsts
+            for rank in launcher.firsts
         ]  # fmt: skip
         if self.leads:
             self._write_meta()
@@ -233,23 +216,20 @@ class LaunchedRank(RankLaunch):
     def _files_on_rank_0s_clock(self) -> dict[str, bytes]:
         (began, offset, _), (ended, _, _) = self._clocks
         slope = _drift(self._clocks) / max(1, ended - began)
-        files = {}
+        names = (*TIMES, "names", "sent", "taken", "axes")
+        paths = {name: part(self.folder, self._launcher.rank, name) for name in names}
+        files = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
         for name, (dtype, columns) in TIMES.items():
-            content = _read(part(self.folder, self._launcher.rank, name))
-            if not content:
+            if not files.get(name):
                 continue
-            count = int(np.frombuffer(content, HEADER, 1)[0]["count"])
-            rows = np.frombuffer(content, dtype, count, HEADER.itemsize).copy()
+            head = np.frombuffer(files[name], HEADER, 1).copy()
+            rows = np.frombuffer(files[name], dtype, int(head["count"][0]), HEADER.itemsize).copy()
             for column in columns:
                 known = rows[column] > 0
                 rows[column][known] += (offset + slope * (rows[column][known] - began)).astype(np.int64)
-            head = np.frombuffer(content, HEADER, 1).copy()
             head["check"] = 0  # of the records as they were
             files[name] = head.tobytes() + rows.tobytes()
-        others = {name: _read(part(self.folder, self._launcher.rank, name)) for name in OTHERS}
-        return files | {name: content for name, content in others.items() if content}
-
-    # ---- fail -----------------------------------------------------------------------------------------------
+        return {name: content for name, content in files.items() if content}
 
     def _watch(self) -> None:
         """Look at the ranks of this node until the launch is over; ranks that hang end with the reason."""
@@ -259,7 +239,7 @@ class LaunchedRank(RankLaunch):
                 self._end_process(error, f"\nThese ranks' records are here: mk.Trace.load({str(records)!r})")
 
     def poll(self, wait: float) -> bool:
-        """Return whether the launch is over, after some seconds at most."""
+        """Return whether the launch is over, after `wait` seconds at most."""
         return self._over.wait(wait)
 
     def say(self, line: str) -> None:
@@ -307,15 +287,9 @@ class LaunchedRank(RankLaunch):
         error = self.error or MpkitError(f"this run was stopped on {name}")
         threading.Thread(target=self._end_process, args=(error,), name="mpkit-end", daemon=True).start()
 
-    # ---- outcome --------------------------------------------------------------------------------------------
-
     @property
     def trace(self) -> Trace:
-        """On rank 0 the trace of all ranks, of which those on other nodes come at the end; elsewhere this node's.
-
-        Raises:
-            MpkitError: this is not rank 0, nor the first rank of its node, which watches the others.
-        """
+        """On rank 0 the trace of all ranks, of which those on other nodes come at the end; elsewhere this node's."""
         if not self.leads and (self.has_ended or not self._watches):
             raise MpkitError(
                 f"the traces of all ranks come together on rank 0, and this is rank {self._launcher.rank}: "
@@ -334,11 +308,7 @@ class LaunchedRank(RankLaunch):
 
 
 def _folder_of_node(launcher: Launcher) -> Path:
-    """Return the folder that the ranks of this node share, which its first rank makes.
-
-    Raises:
-        MpkitError: this process does not see the folder.
-    """
+    """Return the folder that the ranks of this node share, which its first rank makes."""
     made = ""
     if launcher.rank == launcher.first:
         made = str(empty_folder())
@@ -352,24 +322,7 @@ def _folder_of_node(launcher: Launcher) -> Path:
     return path
 
 
-@contextmanager
-def _unchanged_process() -> Iterator[None]:
-    """Restore afterwards what a rank changes in its process: random numbers and threads."""
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        torch.set_num_threads(threads)
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-
-
 def _drift(clocks: list[tuple[int, int, int]]) -> int:
     """Return by how many ns two measurements of a clock differ, each (when, offset, its error); 0 within the errors."""
     (_, before, error), (_, after, error_after) = clocks
     return after - before if abs(after - before) > error + error_after else 0
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""

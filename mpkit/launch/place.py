@@ -1,7 +1,5 @@
 """Which rank this process is, from the variables of the launcher that started it (torchrun, srun, mpirun)."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -32,33 +30,22 @@ LAUNCHERS = (
     LauncherVariables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
-PORT = 29500
-"""The port of the rendezvous where the environment names none; torchrun's default too."""
+PORT = 29500  # of the rendezvous where the environment names none; torchrun's default too
 
 
 @dataclass(frozen=True)
 class LauncherPlace:
-    """This process among those that the launcher started.
+    """This process among those that the launcher started."""
 
-    Attributes:
-        launcher: the launcher's command.
-        rank, world_size: this process's number, and the number of processes.
-        local_rank: its number on its node.
-        node: what tells nodes apart: the launcher's number of the node, or else the host's name.
-        host: the host's name.
-        address, port: where rank 0 can be reached.
-        attempt: how often torchrun has restarted the processes.
-    """
-
-    launcher: str
+    launcher: str  # its command
     rank: int
     world_size: int
-    local_rank: int
-    node: str
+    local_rank: int  # its number on its node
+    node: str  # the launcher's number of the node, or else the host's name
     host: str
-    address: str
+    address: str  # where rank 0 can be reached, at `port`
     port: int
-    attempt: int = 0
+    attempt: int = 0  # how often torchrun has restarted the processes
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -87,9 +74,6 @@ def place_here(environment: Mapping[str, str] = os.environ) -> LauncherPlace:
     ...                     "SLURM_STEP_NODELIST": "n[03-05]"})
     >>> place.rank, place.world_size, place.local_rank, place.node, place.address
     (5, 8, 1, '1', 'n03')
-
-    Raises:
-        ValueError: no launcher's variables are set, or they contradict each other.
     """
     if within_cluster(environment):
         raise ValueError(
@@ -104,8 +88,7 @@ def place_here(environment: Mapping[str, str] = os.environ) -> LauncherPlace:
             "`torchrun --standalone --nproc-per-node 4 train.py`; or without a launcher: mk.Cluster(ranks=4) starts "
             "the ranks itself, with `python train.py`"
         )
-    rank = _number(environment, launcher.rank)
-    size = _number(environment, launcher.size)
+    rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
     local_rank = _number(environment, launcher.local_rank, rank)
     if not rank < size:
         raise ValueError(
@@ -139,11 +122,11 @@ def _address(environment: Mapping[str, str], launcher: LauncherVariables, alone:
         return first_host(nodes)
     if alone:
         return "127.0.0.1"
+    passes = " (mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)" * (launcher.name == "mpirun")
     raise ValueError(
         f"{launcher.rank} is set, as {launcher.name} sets it, and MASTER_ADDR is not: the processes do not know where "
         "rank 0 is. Before the launcher's command: export MASTER_ADDR=<name or address of the first node> "
-        f"MASTER_PORT={PORT}"
-        + (" (mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)" if launcher.name == "mpirun" else "")
+        f"MASTER_PORT={PORT}{passes}"
     )
 
 
@@ -167,9 +150,6 @@ def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
     >>> refuse_second_launcher({"RANK": "0", "WORLD_SIZE": "1"})  # one copy is one program
     >>> refuse_second_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})  # a batch script, which srun has not copied
-
-    Raises:
-        ValueError: this process is one of several.
     """
     if within_cluster(environment):
         return  # a rank of a Cluster may make a Cluster of its own
@@ -180,8 +160,7 @@ def refuse_second_launcher(environment: Mapping[str, str] = os.environ) -> None:
             raise ValueError(
                 f"{rank}={environment[rank]} and {size}={count} are set, as {launcher} sets them: {count} copies of "
                 "this program run, and each would start all ranks and train a model of its own. To train on the ranks "
-                f"that {launcher} has started, leave the number out: mk.Cluster(), or mk.Cluster.from_env(). "
-                f"Or start it once, with `python {script}`, and mk.Cluster(ranks={count}) starts every rank "
-                "itself. (If they are left over from something else: "
-                f"del os.environ[{rank!r}], os.environ[{size!r}])"
+                f"that {launcher} has started, leave the number out: mk.Cluster(), or mk.Cluster.from_env(). Or start "
+                f"it once, with `python {script}`, and mk.Cluster(ranks={count}) starts every rank itself. (If they "
+                f"are left over from something else: del os.environ[{rank!r}], os.environ[{size!r}])"
             )

@@ -2,13 +2,13 @@
 
 torch joins the processes, and the launcher ends all when one fails. mpkit adds what neither does:
 
-    tell      what each process says of itself, in torch's store: hosts, devices, what it asks for
+    tell      facts that each process publishes in torch's store: its host, its device, what it is to train
     same      all processes ask for the same, or all raise the same error before anything starts (`agree_on_job`)
     clock     how far each node's clock is from rank 0's, so that the traces of all nodes have one clock
-    leave     a process that ends says so, and nobody waits for it in vain
+    leave     a process that ends says so, and no other waits for it in vain
 
-`mpkit.launch.launched_rank` runs this process's rank. What goes through the store is as safe as torch's own
-messages are: whoever reaches its port can read and forge it (docs/security.md).
+`mpkit.launch.launched_rank` runs this process's rank. What goes through the store is as safe as torch's own messages
+are: whoever reaches its port can read and forge it (docs/security.md).
 """
 
 from __future__ import annotations
@@ -45,73 +45,49 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COMING = 300.0
-"""Seconds within which all processes have to come."""
-
+COMING = 300.0  # seconds within which all processes have to come
 PINGS = 8
 
 
 class Launcher:
     """All processes of a launcher, as one of them sees them. Every process makes the same calls in the same order.
 
-    Args:
-        chosen: the devices of this node's ranks, by their number on the node.
-
-    Attributes:
-        place: this process among all.
-        hosts, nodes: the host and the node of each rank.
-        names: the ranks in words, for messages.
-        devices: by rank, its device in words (`mpkit.devices.local.choose.DeviceRow`); [] on CPUs.
-        backend: the backend that suits all processes; that of the process group if there is one already.
-        broken: whether a launch has failed: its ranks may wait in its collectives still.
-
-    Raises:
-        ValueError: no launcher started this process, their devices differ in kind, or more devices are named
-            than a node has ranks.
-        MpkitError: not all processes came.
+    `chosen` has the devices of this node's ranks, by their number on the node.
     """
 
     def __init__(self, chosen: DeviceChoice) -> None:
         self.place: LauncherPlace = place_here()
         self.rank, self.ranks = self.place.rank, self.place.world_size
-        self.names = [f"rank {each}" for each in range(self.ranks)]
-        self.broken, self._tells = False, 0
-        _use_interface_to(self.place.address)
+        self.names = [f"rank {each}" for each in range(self.ranks)]  # for messages
+        self.broken = False  # a launch has failed: its ranks may wait in its collectives still
+        self._tells = 0
+        if name := interface_to(self.place.address):  # unless the user names others
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
         self._store = _open_store(self.place)
         atexit.register(self._leave)
         hello = {"host": self.place.host, "node": self.place.node}
         told = self.tell(hello | _describe_device(chosen, self.place.local_rank))
         self.hosts: list[str] = [each["host"] for each in told]
         self.nodes: list[str] = [each["node"] for each in told]
+        self.local = tuple(rank for rank, node in enumerate(self.nodes) if node == self.place.node)
+        self.first = self.local[0]  # of this node's ranks
+        self.firsts = sorted({self.nodes.index(node) for node in self.nodes} - {0})  # of other nodes
         many = len(set(self.nodes)) > 1
         for rank, (host, node) in enumerate(zip(self.hosts, self.nodes, strict=True)):
             which = f" (node {node})" if many and node != host else ""
             self.names[rank] = f"rank {rank} of {self.ranks} on {host}{which}"
         _check_alike(told, self.nodes, self.names)
-        self.devices: list[list[str]] = [each["row"] for each in told if each["row"]]
-        own: str = "nccl" if _all_alone(told, self.nodes) else "gloo"
+        self.devices: list[list[str]] = [each["row"] for each in told if each["row"]]  # by rank; on CPUs []
+        own = "nccl" if _all_alone(told, self.nodes) else "gloo"
         self.backend: str = dist.get_backend() if dist.is_initialized() else own
-
-    @property
-    def first(self) -> int:
-        """The first rank of this node."""
-        return self.nodes.index(self.place.node)
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        """The ranks of this node."""
-        return tuple(rank for rank, node in enumerate(self.nodes) if node == self.place.node)
 
     def store_for(self, name: str) -> Store:
         """Return the part of the store in which a process group meets."""
         return PrefixStore(f"{name}{self._tells}", self._store)
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what every process told, by rank: values of JSON types.
-
-        Raises:
-            MpkitError: somebody has ended, or did not come in time.
-        """
+        """Publish a value of JSON types, and return the values of all processes, by rank."""
         self._tells += 1
         keys = [f"told{self._tells}.{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(value))
@@ -123,8 +99,7 @@ class Launcher:
         begun = looked = time.monotonic()
         while not self._store.check(list(keys)):
             time.sleep(0.002)
-            now = time.monotonic()
-            if now - looked < 0.5:
+            if (now := time.monotonic()) - looked < 0.5:
                 continue
             looked = now
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -143,29 +118,11 @@ class Launcher:
         with suppress(dist.DistError, RuntimeError):
             self._store.set(f"left{self.rank}", "")
 
-    def check(self) -> None:
-        """Check that the ranks can still be used.
-
-        Raises:
-            MpkitError: an earlier launch failed.
-        """
-        if self.broken:
-            raise MpkitError(
-                "an earlier run of these processes has failed, and some of them may be gone: let the error end the "
-                "script, and the launcher starts all ranks again (torchrun --max-restarts 3 does so by itself)"
-            )
-
     def same(self, what: str, call: Callable[[], T], facts: Callable[[T], dict[str, Any]]) -> T:
         """Call a function on every process, and return its result if no process raised and all agree.
 
-        Args:
-            what: what it makes, in words.
-            call: the function.
-            facts: what all processes must have in common, of JSON types, by its name in words.
-
-        Raises:
-            ValueError: rank 0's error, or that of the first rank that raised, on all processes alike; or the processes
-                do not agree.
+        `what` names in words what it makes; `facts` returns what all processes must have in common, of JSON types, by
+        its name in words. Otherwise all processes raise rank 0's error, or that of the first rank that raised.
         """
         made, own = None, None
         try:
@@ -182,8 +139,7 @@ class Launcher:
                 raise ValueError(f"{which}{each['error']}") from own
         for name, value in everyone[0]["facts"].items():
             for rank, each in enumerate(everyone):
-                if each["facts"][name] != value:
-                    other = each["facts"][name]
+                if (other := each["facts"][name]) != value:
                     remedy = REMEDIES.get(name, f"{name} is {value} on rank 0 and {other} there")
                     raise ValueError(
                         f"the processes do not agree on {what}: {name} on {self.names[rank]} differs from rank 0's. "
@@ -199,9 +155,8 @@ class Launcher:
         taken to be that of the middle of the round trip; of several round trips the shortest counts, and the error is
         at most half of it. (F. Cristian, Probabilistic clock synchronization, 1989.)
         """
-        firsts = sorted({self.nodes.index(node) for node in self.nodes} - {0})
         best = (0, 0)
-        for first in firsts:
+        for first in self.firsts:
             for number in range(PINGS):
                 ask, answer = (f"{word}{self._tells}.{first}.{number}" for word in ("ask", "answer"))
                 if self.rank == first:
@@ -215,10 +170,8 @@ class Launcher:
                 elif self.rank == 0:
                     self._store.wait([ask])
                     self._store.set(answer, str(time.monotonic_ns()))
-        return tuple(self.tell(best)[self.first]) if firsts else best
+        return tuple(self.tell(best)[self.first]) if self.firsts else best
 
-
-# ---- what all processes must have in common ------------------------------------------------------------------------
 
 REMEDIES = {
     "weights": "the model is made with other random numbers on each rank: torch.manual_seed(0) before it is made",
@@ -230,8 +183,8 @@ REMEDIES = {
 def agree_on_job(launcher: Launcher | None, make_job: Callable[[], TrainJob]) -> TrainJob:
     """Return the job; under a launcher, once all processes have found that they ask for the same.
 
-    Which steps are drawn to be verified, rank 0 decides. Warn if the plan's features work against each other, and in
-    rank 0's process if tensor parallelism spans nodes.
+    Rank 0 decides which steps are verified. Warn if the plan's features work against each other, and in rank 0's
+    process if tensor parallelism spans nodes.
     """
     from mpkit.strategies.prepare.prepare import warn_if_unwise
 
@@ -257,9 +210,8 @@ def _facts_in_common(job: TrainJob) -> dict[str, Any]:
             values = tensor.detach().cpu().contiguous()
             values = values.double() if values.is_floating_point() else values
             weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.numpy().tobytes())
-    facts = {
-        "plan": str(job.plan), "steps": job.how.steps, "seed": job.how.seed, "weights": weights.hexdigest(),
-    }  # fmt: skip
+    facts = {"plan": str(job.plan), "weights": weights.hexdigest()}
+    facts |= {name: getattr(job.how, name) for name in ("steps", "seed")}
     if len(job.what.batches):
         from mpkit.strategies.data.digest import data_digest
 
@@ -267,14 +219,11 @@ def _facts_in_common(job: TrainJob) -> dict[str, Any]:
     return facts
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------
-
-
 def _describe_device(chosen: DeviceChoice, local_rank: int) -> dict[str, Any]:
     """Return what other processes have to know of this one's device, of JSON types.
 
-    A launcher may let each process see one GPU only (srun --gpus-per-task=1): then all are on cuda:0, and only the
-    UUID tells that these are different devices.
+    A launcher may let each process see one GPU only (srun --gpus-per-task=1): then all are on cuda:0, and only the UUID
+    tells that these are different devices.
     """
     if not chosen.numbers:
         return {"device": chosen.kind, "named": chosen.named, "is": "", "row": []}
@@ -284,11 +233,7 @@ def _describe_device(chosen: DeviceChoice, local_rank: int) -> dict[str, Any]:
 
 
 def _check_alike(told: Sequence[dict[str, Any]], nodes: Sequence[str], names: Sequence[str]) -> None:
-    """Check that all processes have the same kind of device, and that a node has a rank per named device.
-
-    Raises:
-        ValueError: they differ, or more devices are named than a node has ranks.
-    """
+    """Check that all processes have the same kind of device, and that a node has a rank per named device."""
     for rank, each in enumerate(told):
         if each["device"] != told[0]["device"]:
             raise ValueError(
@@ -316,16 +261,10 @@ def _all_alone(told: Sequence[dict[str, Any]], nodes: Sequence[str]) -> bool:
     return all(each["device"] == "cuda" for each in told) and len(places) == len(told)
 
 
-# ---- the store and the network ---------------------------------------------------------------------------------
-
-
 def _open_store(place: LauncherPlace) -> Store:
     """Return a store that all processes share: torchrun's agent serves it, or else rank 0, as torch has it.
 
     Each call returns a new part of it, the same on all processes for their first call, second call, and so on.
-
-    Raises:
-        MpkitError: nothing answers at the launcher's address.
     """
     if dist.is_initialized():
         store = _get_default_store()
@@ -333,9 +272,8 @@ def _open_store(place: LauncherPlace) -> Store:
         os.environ.setdefault("MASTER_ADDR", place.address)
         os.environ.setdefault("MASTER_PORT", f"{place.port}")
         try:
-            store, _, _ = next(
-                rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=COMING))
-            )
+            limit = timedelta(seconds=COMING)
+            store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=limit))
         except dist.DistError as error:
             raise MpkitError(
                 f"rank {place.rank} on {place.host} finds nobody at MASTER_ADDR:MASTER_PORT = {place.address}:"
@@ -362,11 +300,3 @@ def interface_to(address: str) -> str:
                 if socket.inet_ntoa(answer[20:24]) == mine:
                     return name
     return ""
-
-
-def _use_interface_to(address: str) -> None:
-    """Let gloo and nccl listen on the interface that leads to an address, unless the user names others."""
-    name = interface_to(address)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if name:
-            os.environ.setdefault(variable, name)

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
 
-SMALL = 4
-LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Bytes of a large message, by device."""
-
-REPEATS = 40
-"""How often each call is made; the first ones, which connect the ranks, do not count."""
-
+SMALL = 4  # bytes of a message
+LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes of a large one, by device
+REPEATS = 40  # of each call; the first ones, which connect the ranks, do not count
 Spans = list[tuple[float, float]]
 
 
@@ -62,10 +58,8 @@ def doctor(topic: str | None = None, *, quick: bool = False) -> CheckupReport:
 
 def judge(facts: Facts, topic: Topic | None = None, *, seconds: float = 0.0) -> CheckupReport:
     """Return the report that follows from facts; of a topic with the findings that belong to it."""
-    found = findings(facts)
-    if topic is not None:
-        found = [each for each in found if topic.name in (*each.topics, each.subject)]
-    return CheckupReport(tuple(found), topic, seconds)
+    chosen = (each for each in findings(facts) if topic is None or topic.name in (*each.topics, each.subject))
+    return CheckupReport(tuple(chosen), topic, seconds)
 
 
 def measure(gpus: int) -> Facts:
@@ -99,18 +93,19 @@ def _time_calls(ctx: Context) -> list[Spans]:
         elif ctx.rank == 1:
             ctx.comm.recv(tensor, 0)
 
-    def spans(call: Callable[..., Any], tensor: torch.Tensor) -> Spans:
-        found = []
+    def measure_spans(call: Callable[..., Any], tensor: torch.Tensor) -> Spans:
+        spans = []
         for _ in range(REPEATS):
             ctx.comm.barrier()
             start = monotonic()
             call(tensor)
             if ctx.device.type == "cuda":
                 torch.cuda.synchronize()
-            found.append((start, monotonic()))
-        return found[3:]
+            spans.append((start, monotonic()))
+        return spans[3:]
 
-    return [spans(send, small), spans(send, large), spans(ctx.comm.all_reduce, large)]
+    calls: Any = ((send, small), (send, large), (ctx.comm.all_reduce, large))
+    return [measure_spans(call, tensor) for call, tensor in calls]
 
 
 def _seconds(by_rank: list[Spans]) -> float:

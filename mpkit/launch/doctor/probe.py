@@ -1,10 +1,8 @@
 """The facts of a machine, as plain data that JSON can hold.
 
-NVML, the driver's library, says what there is to know of GPUs, their links and PCI Express lanes. It is asked in a
-process of its own that is given ten seconds, because the driver hangs where a GPU has fallen off the bus.
+NVML, the driver's library, describes GPUs, their links and PCI Express lanes. A process of its own asks it, within ten
+seconds, because the driver hangs where a GPU has fallen off the bus.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -16,11 +14,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpkit.common.process_wide import cores
 
+Ask: TypeAlias = Callable[..., Any]  # calls a function of NVML; None where this GPU or driver does not tell
 Facts: TypeAlias = dict[str, Any]
 """The facts:
 
@@ -45,6 +45,7 @@ Facts: TypeAlias = dict[str, Any]
 
 NEAR = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # by nvmlGpuTopologyLevel_t
 P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS", 6: "U"}  # by nvmlGpuP2PStatus_t
+LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
 NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 """Bytes per second in one direction of a link, by the version of NVLink (NVIDIA's data sheets of V100 to B200)."""
 
@@ -53,7 +54,9 @@ def probe(limit: float = 10.0) -> Facts:
     """Ask this machine; it takes `limit` seconds at most."""
     return {
         "nvml": ask_nvml(limit), "memory": _memory(), "cpus": cores(), "share": _cpu_share(),
-        "load": _ask_system(lambda: os.getloadavg()[0]), "shm": _ask_system(_shm), "limits": _limits(),
+        "load": _ask_system(lambda: os.getloadavg()[0]),
+        "shm": _ask_system(lambda: list(shutil.disk_usage("/dev/shm")[::2])),
+        "limits": {name: list(resource.getrlimit(kind)) for name, kind in LIMITS.items()},
         "interfaces": [name for _, name in socket.if_nameindex()],
         "infiniband": Path("/sys/class/infiniband").is_dir(),
         "torch": torch_build(), "environment": dict(os.environ), "measured": {"why": "left out (quick)"},
@@ -61,16 +64,10 @@ def probe(limit: float = 10.0) -> Facts:
 
 
 def ask_nvml(limit: float = 10.0, command: tuple[str, ...] = ()) -> Facts:
-    """Return what NVML says, asked in a process of its own.
-
-    Args:
-        limit: seconds that it is given.
-        command: another command that prints the JSON.
-    """
+    """Return what NVML says, asked in a process of its own that gets `limit` seconds; tests give another `command`."""
     asks = command or (sys.executable, "-P", __file__)
-    process = subprocess.Popen(
-        asks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(asks, **pipes, text=True, start_new_session=True)
     try:
         said, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -102,9 +99,6 @@ def torch_build() -> Facts:
     }  # fmt: skip
 
 
-# ---- the system --------------------------------------------------------------------------------------------------
-
-
 def _ask_system(question: Callable[[], Any]) -> Any:
     """Return the answer; None where this system does not have it."""
     try:
@@ -132,31 +126,17 @@ def _cpu_share() -> float | None:
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
 
 
-def _shm() -> list[int]:
-    usage = shutil.disk_usage("/dev/shm")
-    return [usage.total, usage.free]
-
-
-def _limits() -> dict[str, list[int]]:
-    kinds = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
-    return {name: list(resource.getrlimit(kind)) for name, kind in kinds.items()}
-
-
-# ---- NVML, in a process of its own -------------------------------------------------------------------------------
-
-
 def facts_by_nvml() -> Facts:
-    """Return what NVML says of this machine's GPUs."""
+    """Return what NVML says of this machine's GPUs; a process of its own calls this."""
     try:
         import pynvml as nvml
     except ImportError:
         return {"why": 'the package nvidia-ml-py is not installed: pip install "mpkit[gpu]"', "failed": False}
 
     def ask(call: Callable[..., Any], *args: Any) -> Any:
-        try:
+        answer = None
+        with suppress(nvml.NVMLError):
             answer = call(*args)
-        except nvml.NVMLError:  # this GPU or driver does not tell
-            return None
         return answer.decode() if isinstance(answer, bytes) else answer
 
     try:
@@ -170,14 +150,11 @@ def facts_by_nvml() -> Facts:
         return {"why": "NVML: No devices were found", "failed": True}
     gpus = [_gpu(nvml, ask, handle) for handle in handles]
     links = []
-    for a, first in enumerate(handles):
-        for b in range(a + 1, len(handles)):
-            other = handles[b]
-            shared = _links_between(nvml, ask, first, other, gpus[b]["bus_id"], len(gpus[a]["nvlinks"]))
-            near = NEAR.get(ask(nvml.nvmlDeviceGetTopologyCommonAncestor, first, other), "SYS")
-            near = f"NV{shared}" if shared else near
-            p2p = ask(nvml.nvmlDeviceGetP2PStatus, first, other, nvml.NVML_P2P_CAPS_INDEX_READ)
-            links.append({"pair": [a, b], "near": near, "p2p": P2P.get(p2p)})
+    for (a, one), (b, other) in combinations(enumerate(handles), 2):
+        shared = _links_between(nvml, ask, one, other, gpus[b]["bus_id"], len(gpus[a]["nvlinks"]))
+        near = NEAR.get(ask(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other), "SYS")
+        p2p = ask(nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+        links.append({"pair": [a, b], "near": f"NV{shared}" if shared else near, "p2p": P2P.get(p2p)})
     cuda = ask(nvml.nvmlSystemGetCudaDriverVersion_v2)
     return {
         "driver": ask(nvml.nvmlSystemGetDriverVersion) or "", "gpus": gpus, "links": links,
@@ -185,7 +162,7 @@ def facts_by_nvml() -> Facts:
     }  # fmt: skip
 
 
-def _gpu(nvml: Any, ask: Callable[..., Any], handle: Any) -> Facts:
+def _gpu(nvml: Any, ask: Ask, handle: Any) -> Facts:
     memory, busy = ask(nvml.nvmlDeviceGetMemoryInfo, handle), ask(nvml.nvmlDeviceGetUtilizationRates, handle)
     compute = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
     rates, down = [], []
@@ -213,10 +190,8 @@ def _bus_id(place: Any) -> str:
     return bus.decode() if isinstance(bus, bytes) else str(bus)
 
 
-def _links_between(
-    nvml: Any, ask: Callable[..., Any], one: Any, other: Any, bus_of_other: str, links: int
-) -> int:
-    """Return how many NVLinks join two GPUs; through a switch, all `links` that one of them has up."""
+def _links_between(nvml: Any, ask: Ask, one: Any, other: Any, bus_of_other: str, links: int) -> int:
+    """Return how many NVLinks join two GPUs; through a switch, all `links` that the first has up."""
     if ask(nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) != 0:
         return 0
     ends = [ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, one, at) for at in range(nvml.NVML_NVLINK_MAX_LINKS)]

@@ -5,8 +5,6 @@ documents and the table does not explain. Sources: NCCL user guide, "Environment
 "ProcessGroupNCCL Environment Variables" and "Distributed communication package".
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import tomllib
@@ -20,7 +18,7 @@ from typing import Any
 from mpkit.common.display import draw
 
 LEVELS = ("costs", "note", "not checked", "fine")
-"""How a finding matters, in the order of the report: only those that cost make `mpkit doctor` exit with 1."""
+"""How a finding matters, in the report's order: only those that cost make `mpkit doctor` exit with 1."""
 
 
 @dataclass(frozen=True)
@@ -48,48 +46,28 @@ class CheckupFinding:
 
 @dataclass(frozen=True)
 class Topic:
-    """A common issue.
-
-    Attributes:
-        name: what users say.
-        words: other words for it.
-        means: what it means, and what would be good.
-        steps: what to look at, in order: (what, the command).
-    """
+    """A common issue, by the name that users say."""
 
     name: str
-    words: list[str]
-    means: str
-    steps: list[list[str]]
+    words: list[str]  # other words for it
+    means: str  # what it means, and what would be good
+    steps: list[list[str]]  # what to look at, in order: [what, the command]
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of nccl or its surroundings.
-
-    Attributes:
-        name: the variable.
-        values: the values it takes, with | between; "#" is a number, "*" anything.
-        default: what holds where it is not set.
-        meaning: what it does.
-        when: when to set it.
-        costs_if, costs: the value that costs something, and what.
-    """
+    """A variable of nccl or its surroundings."""
 
     name: str
-    values: str
+    values: str  # what it takes, with | between; "#" is a number, "*" anything
     default: str
     meaning: str
-    when: str
-    costs_if: str
-    costs: str
+    when: str  # when to set it
+    costs_if: str  # the value that costs something
+    costs: str  # what that costs
 
     def takes(self, value: str) -> bool:
-        """Return whether a value is one of those it takes.
-
-        >>> variables()["NCCL_DEBUG"].takes("info"), variables()["NCCL_DEBUG"].takes("verbose")
-        (True, False)
-        """
+        """Return whether a value is one of those it takes, in any case of letters."""
         if self.values == "*":
             return bool(value.strip())
         if self.values == "#":
@@ -125,9 +103,6 @@ def find_topic(name: object) -> Topic:
 
     >>> find_topic("OOM").name, find_topic("slow scalling").name
     ('out of memory', 'slow scaling')
-
-    Raises:
-        ValueError: there is none.
     """
     there = ", ".join(map(repr, topics()))
     if not isinstance(name, str):
@@ -141,11 +116,7 @@ def find_topic(name: object) -> Topic:
 
 
 def plural(number: int, word: str) -> str:
-    """Return a number with its word.
-
-    >>> plural(1, "GPU"), plural(2, "GPU")
-    ('1 GPU', '2 GPUs')
-    """
+    """Return a number with its word: "1 GPU", "2 GPUs"."""
     return f"{number} {word}{'s' * (number != 1)}"
 
 

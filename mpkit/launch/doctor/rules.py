@@ -4,8 +4,6 @@ A rule yields the names of findings, each with the values that its words need; "
 Costs of links are those of an all-reduce on a ring.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -21,15 +19,14 @@ from mpkit.trace import Kind
 
 Found = Iterator[tuple[str, dict[str, Any]]]
 
-USED = 0.1
-"""The share of a GPU's memory in use by others from which on it is worth a finding."""
+USED = 0.1  # the share of a GPU's memory in use by others from which on it is worth a finding
 ENOUGH = 12e9
 """Bytes per second per GPU that the guide takes for enough: PCIe 4 x8 or 3 x16, some 16 GB/s by the data sheet."""
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second per lane and direction, by generation: the transfer rate less its encoding (8b/10b up to
 generation 2, 128b/130b from 3 on, flits in 6). PCI Express Base Specification."""
-FAR_TO_NEAR = ("SYS", "NODE", "PHB", "PXB", "PIX")
-ACROSS_CPU = ("SYS", "NODE", "PHB")
+FAR_TO_NEAR = ("SYS", "NODE", "PHB", "PXB", "PIX")  # the first three lead across the CPU
+# Why GPUs cannot read each other's memory, by NVML's codes.
 WHY_NOT = {
     "CNS": "the chipset does not support it",
     "GNS": "the GPU does not support it (GeForce cards since the 4090)",
@@ -38,15 +35,10 @@ WHY_NOT = {
     "DR": "the driver's registry key disables it",
     "U": "unknown",
 }
-"""Why GPUs cannot read each other's memory, as NVML counts the reasons."""
-RAM_PER_GPU = 16e9
-"""The guide's rule: 16 GB of system RAM for each GPU."""
-SHM = 1 << 30
-"""Bytes of /dev/shm below which workers of a DataLoader or nccl may run out; Docker's default is 64 MiB."""
-FILES = 4096
-"""Open files below which several ranks with loaders and sockets may run out."""
-SLOWER = 3.0
-"""A link that is slower than the catalogue's by this factor costs."""
+RAM_PER_GPU = 16e9  # bytes of system RAM: the guide's rule
+SHM = 1 << 30  # bytes of /dev/shm below which workers or nccl may run out; Docker's default: 64 MiB
+FILES = 4096  # open files below which several ranks with loaders and sockets may run out
+SLOWER = 3.0  # a link that is slower than the catalogue's by this factor costs
 
 
 def findings(facts: Facts) -> list[CheckupFinding]:
@@ -65,15 +57,11 @@ def _finding(name: str, values: dict[str, Any]) -> CheckupFinding:
 
 
 def _listed(facts: Facts) -> list[Facts]:
-    """Return the GPUs that are known; none where nothing is."""
     return list(facts["nvml"].get("gpus", []))
 
 
-# ---- GPUs --------------------------------------------------------------------------------------------------------
-
-
 def gpus(facts: Facts) -> Found:
-    """Yield whether there are GPUs, torch sees them, they are alike, and somebody uses them."""
+    """Yield whether there are GPUs, torch sees them, they are alike, and other programs use them."""
     nvml, torch = facts["nvml"], facts["torch"]
     if "why" in nvml:
         if nvml["failed"]:
@@ -89,8 +77,9 @@ def gpus(facts: Facts) -> Found:
     seen = visible(_as_gpus(nvml["gpus"]), facts["environment"])
     values = {"listed": listed, "gpus": plural(len(nvml["gpus"]), "GPU"), "decided_by": seen.decided_by}
     if torch["gpus"] < len(seen.devices):
-        values["gpus"] = plural(len(seen.devices), "GPU")
-        yield "gpus-unseen", values | {"seen": torch["gpus"]} | _why_unseen(torch)
+        why = f": {torch['error']}" if torch["error"] else ""
+        values |= {"gpus": plural(len(seen.devices), "GPU"), "seen": torch["gpus"], "why": why}
+        yield "gpus-unseen" if torch["cuda"] or torch["hip"] else "gpus-unbuilt", torch | values
     elif len(seen.devices) < len(nvml["gpus"]):
         yield "gpus-hidden", values | {"seen": len(seen.devices)}
     else:
@@ -113,16 +102,6 @@ def _as_gpus(listed: list[Facts]) -> list[LocalDevice]:
     ]
 
 
-def _why_unseen(torch: Facts) -> dict[str, str]:
-    if not torch["cuda"] and not torch["hip"]:
-        return {
-            "why": f": torch {torch['version']} is a build without CUDA",
-            "fix": "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)",
-        }
-    why = f": {torch['error']}" if torch["error"] else ""
-    return {"why": why, "fix": "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"}
-
-
 def _alike(facts: Facts) -> Found:
     listed = _as_gpus(_listed(facts))
     answer = [gpu for gpu in listed if gpu.memory]
@@ -143,9 +122,6 @@ def _alike(facts: Facts) -> Found:
             yield "gpus-order", {}
     elif len(answer) > 1:
         yield "gpus-alike", {"gpus": len(answer), "name": names[0]}
-
-
-# ---- links -------------------------------------------------------------------------------------------------------
 
 
 def _nvlinks(link: Facts) -> int:
@@ -171,7 +147,7 @@ def links(facts: Facts) -> Found:
         clique = _clique(len(listed), pairs)
         yield "nvlink-some", {"pairs": seen, "a": a, "b": b, "near": apart["near"], "clique": clique}
     else:
-        across = any(link["near"] in ACROSS_CPU for link in pairs)
+        across = any(link["near"] in FAR_TO_NEAR[:3] for link in pairs)
         wire = wire_factor(Kind.ALL_REDUCE, len(listed)) * 4e9
         yield "nvlink-none", {
             "pairs": seen, "through": ", through the CPU" if across else "", "gpus": len(listed),
@@ -187,14 +163,12 @@ def links(facts: Facts) -> Found:
                 "which": ", ".join(map(str, down)) or "missing", "rate": sum(gpu["nvlinks"]) / 1e9,
             }  # fmt: skip
     refused = [link["p2p"] for link in pairs if link["p2p"] != "OK"]
-    if not refused:
-        yield "p2p", {}
-    elif None in refused:
-        yield "p2p-unknown", {}
+    if not refused or None in refused:
+        yield "p2p-unknown" if refused else "p2p", {}
     else:
-        reasons = "; ".join(WHY_NOT[code] for code in sorted(set(refused)))
-        codes = ", ".join(sorted(set(refused)))
-        yield "p2p-refused", {"pairs": plural(len(refused), "pair"), "reasons": reasons, "codes": codes}
+        codes = sorted(set(refused))
+        words = {"codes": ", ".join(codes), "reasons": "; ".join(WHY_NOT[code] for code in codes)}
+        yield "p2p-refused", words | {"pairs": plural(len(refused), "pair")}
 
 
 def _clique(count: int, pairs: list[Facts]) -> list[int]:
@@ -202,25 +176,20 @@ def _clique(count: int, pairs: list[Facts]) -> list[int]:
     joined = {tuple(link["pair"]) for link in pairs if _nvlinks(link)}
     best: list[int] = []
     for first in range(count):
-        found = [first]
+        clique = [first]
         for other in range(count):
-            if other != first and all((min(other, each), max(other, each)) in joined for each in found):
-                found.append(other)
-        best = max(best, sorted(found), key=len)
+            if other != first and all((min(other, each), max(other, each)) in joined for each in clique):
+                clique.append(other)
+        best = max(best, sorted(clique), key=len)
     return best
 
 
 def lanes(facts: Facts) -> Found:
     """Yield lanes and generation of PCI Express, against what the card could do."""
     listed = list(enumerate(_listed(facts)))
-    if not listed:
-        return
-    whole = [
-        (number, gpu) for number, gpu in listed if gpu["lanes"] and gpu["card_lanes"] and gpu["generation"]
-    ]
+    whole = [(n, gpu) for n, gpu in listed if gpu["lanes"] and gpu["card_lanes"] and gpu["generation"]]
     if len(whole) < len(listed):
-        silent = [str(number) for number, gpu in listed if (number, gpu) not in whole]
-        yield "lanes-unknown", {"gpus": ", ".join(silent)}
+        yield "lanes-unknown", {"gpus": ", ".join(str(n) for n, gpu in listed if (n, gpu) not in whole)}
     narrow = 0
     for number, gpu in whole:
         best = gpu["card_generation"] or gpu["generation"]
@@ -228,15 +197,10 @@ def lanes(facts: Facts) -> Found:
         if does >= 0.95 * could:
             continue
         narrow += 1
-        if gpu["lanes"] < gpu["card_lanes"]:
-            why = f"{gpu['lanes']} of {gpu['card_lanes']} lanes are in use"
-            fix = "a slot with all lanes (x16/x8/x8 boards share theirs); or reseat card and riser"
-        else:
-            why = f"its slot is of generation {gpu['generation']}"
-            fix = "set the slot's generation in the BIOS to Auto, or use a newer board"
         enough = does >= ENOUGH
-        yield "lanes-few", {**gpu, "card_generation": best, "gpu": number, "why": why, "fix": fix,
-            "does": does / 1e9, "could": could / 1e9, "factor": could / does, "level": "note" if enough else "costs",
+        yield "lanes-few" if gpu["lanes"] < gpu["card_lanes"] else "lanes-slow", {
+            **gpu, "card_generation": best, "gpu": number, "does": does / 1e9, "could": could / 1e9,
+            "factor": could / does, "level": "note" if enough else "costs",
             "enough": ": enough by the guide's rule (PCIe 4 x8 is PCIe 3 x16, some 16 GB/s)" if enough else "",
         }  # fmt: skip
     if whole and not narrow:
@@ -265,9 +229,6 @@ def software(facts: Facts) -> Found:
         yield "no-nccl", {}
 
 
-# ---- the host ----------------------------------------------------------------------------------------------------
-
-
 def memory(facts: Facts) -> Found:
     """Yield system RAM per GPU, and what is free."""
     if facts["memory"] is None:
@@ -276,12 +237,9 @@ def memory(facts: Facts) -> Found:
     total, free = facts["memory"]
     count = len(_listed(facts)) or facts["torch"]["gpus"]
     values = {"total": memory_text(total), "free": memory_text(free), "share": memory_share(free, total)}
-    if not count:
-        yield "memory", values
-    else:
-        small = total < 0.95 * RAM_PER_GPU * count
-        values |= {"each": total / count / 1e9, "gpus": plural(count, "GPU")}
-        yield "memory-small" if small else "memory-per-gpu", values
+    values |= {"each": total / max(1, count) / 1e9, "gpus": plural(count, "GPU")}
+    by_gpu = "memory-small" if total < 0.95 * RAM_PER_GPU * count else "memory-per-gpu"
+    yield by_gpu if count else "memory", values
 
 
 def cpus(facts: Facts) -> Found:
@@ -289,11 +247,8 @@ def cpus(facts: Facts) -> Found:
     count = len(_listed(facts)) or facts["torch"]["gpus"]
     can = min(facts["cpus"], facts["share"] or facts["cpus"])
     less = f", of whose time it may use {can:g}" if can < facts["cpus"] else ""
-    values = {
-        "can": can,
-        "seen": f"{facts['cpus']} CPUs for this process{less}",
-        "gpus": plural(count, "GPU"),
-    }
+    seen = f"{facts['cpus']} CPUs for this process{less}"
+    values = {"can": can, "seen": seen, "gpus": plural(count, "GPU")}
     yield "cpus-few" if count and can < 2 * count else "cpus", values
     if _is_busy(facts):
         yield "cpus-busy", facts
@@ -318,11 +273,9 @@ def limits(facts: Facts) -> Found:
     """Yield the limits on open files and locked memory."""
     opened, hard = facts["limits"].get("nofile", (-1, -1))
     if 0 <= opened < FILES:
-        fix = "the hard limit is as low: docker run --ulimit nofile=65536, LimitNOFILE= of systemd, or limits.conf"
-        if hard < 0 or hard >= FILES:
-            fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}  # before Python starts"
-        level = "costs" if opened < 1024 else "note"
-        yield "files-few", {"files": opened, "hard": hard, "fix": fix, "level": level}
+        most = min(hard, 65536) if hard > 0 else 65536
+        values = {"files": opened, "hard": hard, "most": most, "level": "costs" if opened < 1024 else "note"}
+        yield "files-few" if hard < 0 or hard >= FILES else "files-capped", values
     else:
         yield "files", {"files": "unlimited" if opened < 0 else opened}
     locked, _ = facts["limits"].get("memlock", (-1, -1))
@@ -331,8 +284,6 @@ def limits(facts: Facts) -> Found:
         also = "" if card else "; without InfiniBand it does not matter"
         yield "locked-little", {"kib": locked >> 10, "also": also, "level": "costs" if card else "note"}
 
-
-# ---- variables ---------------------------------------------------------------------------------------------------
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
@@ -349,7 +300,6 @@ def variables_set(facts: Facts) -> Found:
 
 
 def _judge(facts: Facts, name: str, value: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of the finding about a variable, and the values of its words."""
     known = variables()
     if name not in known:
         if f"TORCH_{name}" in known:  # torch's own variables as they were called before torch 2.2
@@ -363,8 +313,8 @@ def _judge(facts: Facts, name: str, value: str) -> tuple[str, dict[str, Any]]:
     if not row.takes(value):
         options = {"#": "a number", "*": "something"}.get(row.values, row.values.replace("|", ", "))
         return "variable-refuses", words | {"options": options}
-    if name.endswith("SOCKET_IFNAME") and not _has_interface(facts, name, value):
-        there = facts["interfaces"]
+    there = facts["interfaces"]
+    if name.endswith("SOCKET_IFNAME") and not _has_interface(there, name, value):
         real = [one for one in there if one != "lo"] or there
         return "variable-interface", words | {"there": ", ".join(there), "real": real[0]}
     words["idle"] = _idle(facts, name)
@@ -384,9 +334,8 @@ def _idle(facts: Facts, name: str) -> str:
     return ""
 
 
-def _has_interface(facts: Facts, name: str, value: str) -> bool:
+def _has_interface(there: list[str], name: str, value: str) -> bool:
     """Return whether this machine has one of the interfaces that a value names."""
-    there = facts["interfaces"]
     if value.startswith("^") or not there:
         return True
     wanted = [each for each in value.removeprefix("=").split(",") if each]
@@ -394,36 +343,32 @@ def _has_interface(facts: Facts, name: str, value: str) -> bool:
     return any(each == one or (not exact and one.startswith(each)) for each in wanted for one in there)
 
 
-# ---- measured ----------------------------------------------------------------------------------------------------
-
-
 def measured_link(facts: Facts) -> Found:
     """Yield the speed of the link between ranks beside the catalogue's."""
-    found = facts["measured"]
-    if "why" in found:
-        yield "not-measured", found
+    measured = facts["measured"]
+    if "why" in measured:
+        yield "not-measured", measured
         return
+    latency, bandwidth, on_wire = (measured[key] for key in ("latency", "bandwidth", "all_reduce"))
     seen = (
-        f"{found['ranks']} ranks over {found['backend']}: a message of 4 bytes takes {seconds(found['latency'])}, one "
-        f"of {found['nbytes'] >> 20} MiB goes at {found['bandwidth'] / 1e9:.3g} GB/s, "
-        f"an all-reduce at {found['all_reduce'] / 1e9:.3g} GB/s on the wire"
+        f"{measured['ranks']} ranks over {measured['backend']}: a message of 4 bytes takes {seconds(latency)}, one of "
+        f"{measured['nbytes'] >> 20} MiB goes at {bandwidth / 1e9:.3g} GB/s, an all-reduce at {on_wire / 1e9:.3g} GB/s "
+        "on the wire"
     )
-    expected, name = _expected_link(facts)
-    if expected is None:
+    link, name = _expected_link(facts)
+    if link is None:
         yield "link", {"seen": f"{seen}; the catalogue has none like it"}
         return
-    wanted = expected.bus.get(Kind.ALL_REDUCE, expected.bandwidth)
-    seen += (
-        f"; the catalogue's {name}: {seconds(expected.latency)}, {expected.bandwidth / 1e9:.3g} and "
-        f"{wanted / 1e9:.3g} GB/s"
-    )
-    slower = max(wanted / found["all_reduce"], expected.bandwidth / found["bandwidth"])
+    wanted = link.bus.get(Kind.ALL_REDUCE, link.bandwidth)
+    rates = f"{link.bandwidth / 1e9:.3g} and {wanted / 1e9:.3g} GB/s"
+    seen += f"; the catalogue's {name}: {seconds(link.latency)}, {rates}"
+    slower = max(wanted / on_wire, link.bandwidth / bandwidth)
     if slower <= SLOWER:
         yield "link", {"seen": seen}
     elif _is_busy(facts):
         yield "link", {"seen": f"{seen}; others use the CPUs, so it may be faster", "level": "note"}
     else:
-        yield "link-slow", {**found, "seen": seen, "slower": slower}
+        yield "link-slow", {**measured, "seen": seen, "slower": slower}
 
 
 def _expected_link(facts: Facts) -> tuple[Link | None, str]:
@@ -435,7 +380,6 @@ def _expected_link(facts: Facts) -> tuple[Link | None, str]:
         return None, ""
     if not all(map(_nvlinks, pairs)):
         return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
-    name = _listed(facts)[0]["name"]
-    kind = next((part for part in ("A100", "H100", "H200", "B200") if part in name), "")
-    machine = f"8x-{kind.lower()}-nvlink"
-    return (hardware(machine).link, machine) if kind else (None, "")
+    kinds = [kind for kind in ("A100", "H100", "H200", "B200") if kind in _listed(facts)[0]["name"]]
+    machines = [f"8x-{kind.lower()}-nvlink" for kind in kinds]
+    return (hardware(machines[0]).link, machines[0]) if machines else (None, "")

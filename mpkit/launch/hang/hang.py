@@ -1,8 +1,8 @@
 """Whether the ranks of a launch wait for each other forever; which ranks others wait for; and both in words.
 
     Patience     decides when to give up
-    HangWatch    looks at the ranks again and again; shows a notice of those for which others have waited long, which is
-                 no error, since a rank may compute for as long as it needs; returns the error of a hang
+    HangWatch    looks at the ranks again and again; shows a notice of ranks for which others have waited long, which is
+                 not an error, since a rank may compute for as long as it needs; returns the error of a hang
     explain      which rank waits where, which never arrived, and what the others were doing
 
 Ranks hang when every one of them waits (its newest op is an open WAIT), has finished or is stopped, and none makes
@@ -12,15 +12,13 @@ Time is counted from look to look. A look that comes late, after a pause of the 
 and without a timeout, a look that finds a rank running (`RankProcesses.running_ranks`) does not count.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from mpkit.common.tracebacks import fold_stack, in_cells
 from mpkit.errors import CommMismatch, Deadlock
@@ -33,31 +31,25 @@ from mpkit.launch.hang.waits import (
     never,
     unanswered_calls,
     waited_for,
-)
+)  # fmt: skip
 from mpkit.launch.process.processes import RankProcesses, ask_stacks, cpu_seconds, place_of
 from mpkit.plan.kinds import real
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
+Sights: TypeAlias = tuple[Sight, ...]  # by rank
+
+# Seconds between two checks of the ranks' progress, and seconds before mpkit gives up ranks
 LOOK_EVERY = 0.1
-"""Seconds between two checks of the ranks' progress."""
-
-CERTAIN = 0.5
-"""Seconds before ranks are given up that can never proceed: they wait for each other, or for one that finished."""
-
-WAITING = 30.0
-"""Seconds before ranks are given up that all wait or are stopped, and may yet proceed."""
-
-LIMIT = 600.0
-"""Seconds without progress before ranks are given up that neither compute nor wait in a recorded op."""
+CERTAIN = 0.5  # that can never proceed: they wait for each other, or for one that finished
+WAITING = 30.0  # that all wait or are stopped, and may yet proceed
+LIMIT = 600.0  # that make no progress, and neither compute nor wait in a recorded op
 
 
 def check_timeout(timeout: Any) -> float | None:
     """Return the timeout in seconds if it is valid."""
-    if timeout is None:
-        return None
     seconds = real(timeout)
-    if seconds is None or not seconds > 0:
+    if timeout is not None and (seconds is None or not seconds > 0):
         raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, such as timeout=60, or None")
     return seconds
 
@@ -66,39 +58,30 @@ def check_timeout(timeout: Any) -> float | None:
 class Patience:
     """Decides when to give up.
 
-    Args:
-        timeout: seconds without progress of any rank once all have started, whatever they do; None: in which none runs
-            either: `WAITING` if all wait or are stopped, else `LIMIT`; with or without, `CERTAIN` if none can proceed.
-        knows_all: whether it sees all ranks, and not those of one node among several.
-        look_every: seconds between two looks.
-        now: the clock, in seconds.
-
-    Attributes:
-        still: seconds since the last progress of any rank, as observed.
+    With a `timeout`: after so many seconds without progress of any rank once all have started, whatever they do.
+    Without: after seconds in which none runs either, `WAITING` if all wait or are stopped, else `LIMIT`. With or
+    without: after `CERTAIN` if none can proceed.
     """
 
     timeout: float | None = None
-    knows_all: bool = True
+    knows_all: bool = True  # whether it sees all ranks, and not those of one node among several
     look_every: float = LOOK_EVERY
     now: Callable[[], float] = time.monotonic
-    still: float = 0.0
-    _seen: tuple[Sight, ...] = ()
+    still: float = 0.0  # seconds since the last observed progress of any rank
+    _seen: Sights = ()
     _idle: float = 0.0  # seconds of `still` in which no rank ran
     _looked: float | None = None
     _held: frozenset[int] = frozenset()  # ranks stopped by SIGSTOP
     _needed: float | None = None  # seconds without progress; None: not yet computed from the trace
 
     def is_over(
-        self, sights: tuple[Sight, ...], trace: Trace | None = None, stopped: Collection[int] = (),
+        self, sights: Sights, trace: Trace | None = None, stopped: Collection[int] = (),
         running: Collection[int] = (),
     ) -> bool:  # fmt: skip
         """Look at the ranks again and return whether to give up.
 
-        Args:
-            sights: the sights of all ranks.
-            trace: the trace, needed once ranks have only waited for a while (`wants_trace`).
-            stopped: ranks stopped by SIGSTOP, which cannot proceed until someone continues them.
-            running: ranks that the system reports as running.
+        `trace` is needed once ranks have only waited for a while (`wants_trace`). `stopped` ranks (SIGSTOP) cannot
+        proceed until someone continues them; the system reports `running` ranks as running.
         """
         now = self.now()
         since_last = 0.0 if self._looked is None else min(now - self._looked, 2 * self.look_every)
@@ -117,11 +100,11 @@ class Patience:
             return True
         return self._idle > (self._needed or (have_started and self.timeout) or LIMIT)
 
-    def has_seen(self, sights: tuple[Sight, ...]) -> bool:
+    def has_seen(self, sights: Sights) -> bool:
         """Return whether no rank has made progress since the last look."""
         return sights == self._seen
 
-    def wants_trace(self, sights: tuple[Sight, ...]) -> bool:
+    def wants_trace(self, sights: Sights) -> bool:
         """Return whether `is_over` needs the trace to decide."""
         if not self.has_seen(sights) or self._needed is not None or self.still <= CERTAIN:
             return False
@@ -129,60 +112,40 @@ class Patience:
         return any(held) and all(one or s.state == FINISHED for one, s in zip(held, sights, strict=True))
 
 
-# ---- the watch ---------------------------------------------------------------------------------------------------
-
-NOTICE_AFTER = 10.0
-"""Seconds that ranks wait before the notice is printed."""
-
-IDLE = 0.05
-"""Share of a core below which a rank is considered not to compute."""
-
-SAID_RANKS = 4
-"""The number of awaited ranks whose location is reported."""
+NOTICE_AFTER = 10.0  # seconds that ranks wait before the notice is printed
+IDLE = 0.05  # share of a core below which a rank is considered not to compute
+SAID_RANKS = 4  # the number of awaited ranks whose location is reported
 
 
-class LaunchSignals(Protocol):
-    """What a HangWatch asks of a launch."""
+class _LaunchSignals(Protocol):
+    """What a HangWatch needs of a launch (`mpkit.launch.launch.RankLaunch`)."""
 
     @property
-    def trace(self) -> Trace:
-        """The trace that the ranks have recorded so far."""
-
-    def poll(self, wait: float) -> bool:
-        """Handle events, such as exits of ranks, for some seconds, and return whether the launch is over."""
-
-    def say(self, line: str) -> None:
-        """Show a line."""
+    def trace(self) -> Trace: ...
+    def poll(self, wait: float) -> bool: ...
+    def say(self, line: str) -> None: ...
 
 
 class HangWatch:
-    """Watches the ranks of one launch.
-
-    Args:
-        folder: the launch's folder.
-        ranks: the number of ranks.
-        processes: the ranks' processes.
-        timeout: see `Patience`.
-        local: the ranks that write there, under a launcher on several nodes; None for all.
-
-    Attributes:
-        waiting_for: the notice of a long wait, in words; None while there is none.
-        woken: ranks that go on although they say that they have finished, since they have just been asked for more.
-    """
+    """Watches the ranks of one launch. `local` ranks write into `folder`: under a launcher, those of this node."""
 
     def __init__(
-        self, folder: Path, ranks: int, processes: RankProcesses, timeout: float | None,
-        local: Collection[int] | None = None,
-    ) -> None:  # fmt: skip
-        self._local, self._processes = range(ranks) if local is None else local, processes
+        self,
+        folder: Path,
+        ranks: int,
+        processes: RankProcesses,
+        timeout: float | None,
+        local: Collection[int],
+    ) -> None:
+        self._local, self._processes = local, processes
         self._ask = partial(ask_stacks, folder, processes)
         self._patience = Patience(timeout, knows_all=len(self._local) == ranks)
         self._watch, self._after = RankWatch(folder, ranks, local), NOTICE_AFTER
         self._since: list[tuple[Sight, float]] = []  # by rank: the latest sight, and when it was first seen
         self._cpu: deque[tuple[float, list[float | None]]] = deque(maxlen=4)  # when, and CPU seconds by rank
         self._said: set[str] = set()
-        self.woken: Collection[int] = ()
-        self.waiting_for: str | None = None
+        self.woken: Collection[int] = ()  # ranks that say they have finished, and have a new request
+        self.waiting_for: str | None = None  # the notice of a long wait, in words
         self._waited_for: list[int] = []  # the ranks that it is about
 
     @property
@@ -190,7 +153,7 @@ class HangWatch:
         """Whether some rank had made progress when they were looked at last."""
         return self._patience.still == 0.0
 
-    def look(self, launch: LaunchSignals) -> bool:
+    def look(self, launch: _LaunchSignals) -> bool:
         """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
         sights = tuple(
             replace(sight, state=0) if rank in self.woken and sight.state == FINISHED else sight
@@ -210,13 +173,11 @@ class HangWatch:
             self._notice(launch, waiting, others, sights)
         return False
 
-    def _waits(self, sights: Sequence[Sight]) -> tuple[list[int], list[int]]:
+    def _waits(self, sights: Sights) -> tuple[list[int], list[int]]:
         """Return (ranks that wait, ranks that they wait for), both empty as long as there is nothing to report."""
         now, pids = time.monotonic(), self._processes.pids
         before = self._since or [(sight, now) for sight in sights]
-        self._since = [
-            old if old[0] == sight else (sight, now) for old, sight in zip(before, sights, strict=True)
-        ]
+        self._since = [old if old[0] == new else (new, now) for old, new in zip(before, sights, strict=True)]
         if pids and (not self._cpu or now - self._cpu[-1][0] > self._after / 4):
             self._cpu.append((now, [cpu_seconds(pid) for pid in pids]))
         going = [rank for rank, sight in enumerate(sights) if sight.state == 0]
@@ -240,11 +201,8 @@ class HangWatch:
         earlier, used = before[rank], cpu_seconds(self._processes.pids[rank])
         return None if earlier is None or used is None or now <= then else (used - earlier) / (now - then)
 
-    def _notice(
-        self, launch: LaunchSignals, waiting: list[int], others: list[int], sights: Sequence[Sight]
-    ) -> None:
-        stacks = self._ask(others, launch.poll)
-        if stacks is None:
+    def _notice(self, launch: _LaunchSignals, waiting: list[int], others: list[int], sights: Sights) -> None:
+        if (stacks := self._ask(others, launch.poll)) is None:
             return
         stopped, self._waited_for = self._processes.stopped_pids(), others
         places = []
@@ -257,22 +215,19 @@ class HangWatch:
         if len(others) > SAID_RANKS:
             places.append(f"{len(others) - SAID_RANKS} more")
         for_whom = f"for {spelt(others)}" if waiting != others else "and none uses CPU time"
-        have = "has" if len(waiting) == 1 else "have"
-        self.waiting_for = (
-            f"{spelt(waiting)} {have} waited for {self._after:g} s {for_whom}: {'; '.join(places)}"
-        )
+        waited = f"{'has' if len(waiting) == 1 else 'have'} waited for {self._after:g} s"
+        self.waiting_for = f"{spelt(waiting)} {waited} {for_whom}: {'; '.join(places)}"
         if self.waiting_for not in self._said:
             self._said.add(self.waiting_for)
             limit = self._patience.timeout or LIMIT
             idle = "" if self._patience.timeout else " without CPU time"
             launch.say(f"mpkit: {self.waiting_for}. (An error after {limit:g} s{idle}: timeout=...)")
 
-    def verdict(self, launch: LaunchSignals) -> CommMismatch | Deadlock | None:
+    def verdict(self, launch: _LaunchSignals) -> CommMismatch | Deadlock | None:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
         trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped_pids()
         still = self._patience.still
-        stacks = self._ask(list(self._local), launch.poll)
-        if stacks is None:
+        if (stacks := self._ask(list(self._local), launch.poll)) is None:
             return None
         return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped, self._local))
 
@@ -281,15 +236,8 @@ class HangWatch:
         self._watch.close()
 
 
-# ---- in words ----------------------------------------------------------------------------------------------------
-
-
 def spelt(ranks: Sequence[int]) -> str:
-    """Return a label such as "rank 0" or "ranks 0-3".
-
-    >>> spelt([1]), spelt([0, 1, 2, 3]), spelt([0, 2])
-    ('rank 1', 'ranks 0-3', 'ranks 0,2')
-    """
+    """Return a label: "rank 1", "ranks 0-3" or "ranks 0,2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
@@ -297,31 +245,24 @@ def spelt(ranks: Sequence[int]) -> str:
 
 
 def stopped_words(rank: int, pid: int) -> str:
-    """Return what to report about a rank stopped by SIGSTOP, with the command that continues it."""
+    """Describe a rank stopped by SIGSTOP, with the command that continues it."""
     return f"rank {rank} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}"
 
 
 def explain(
-    trace: Trace, stacks: dict[int, str], seconds: float, now: int, stopped: Mapping[int, int] | None = None,
-    local: Collection[int] | None = None,
+    trace: Trace, stacks: dict[int, str], seconds: float, now: int, stopped: Mapping[int, int], here: Collection[int]
 ) -> str:  # fmt: skip
     """Return the message: which rank waits where, which never arrived, and what the others were doing.
 
-    Args:
-        trace: the trace of all ranks so far.
-        stacks: Python stacks by rank of ranks that are not waiting, as far as available.
-        seconds: the time without progress.
-        now: the monotonic clock in ns.
-        stopped: process ids by rank of ranks stopped by SIGSTOP.
-        local: the ranks that the trace is of, under a launcher on several nodes; None for all.
+    `stacks` are Python stacks of ranks that do not wait, as far as available; `seconds` is the time without progress,
+    and `now` the monotonic clock in ns; `stopped` has process ids by rank; `here` are the ranks that the trace is of.
     """
-    here = range(trace.world_size) if local is None else local
     waits = any(waited_for(number, rank) is not None for number, rank in enumerate(trace.ranks))
     who = "ranks" if len(here) == trace.world_size else "ranks of this node"
     first = f"the {who} wait for each other: none" if waits else "no rank"
     lines = [f"{first} has moved for {seconds:.1f} s."]
     lines += ["  " + line for line in _each_rank(trace, here, stacks, now)]
-    held = [f"{stopped_words(rank, pid)} lets it go on" for rank, pid in sorted((stopped or {}).items())]
+    held = [f"{stopped_words(rank, pid)} lets it go on" for rank, pid in sorted(stopped.items())]
     culprits = held or sorted(set(reasons(trace, here)))
     if culprits:
         lines += ["Why:", *("  " + line for line in culprits)]
@@ -329,10 +270,11 @@ def explain(
     if not held and sum(call is not None and call.is_sharding for call in calls) > 1:
         lines.append(SHARDED)
     if not never(trace):
-        lines.append(
-            "(A step that is only slow? Give it time: cluster.run(fn, timeout=60), or train(..., timeout=60).)"
-        )
+        lines.append(SLOW)
     return in_cells("\n".join(lines))
+
+
+SLOW = "(A step that is only slow? Give it time: cluster.run(fn, timeout=60), or train(..., timeout=60).)"
 
 
 def _each_rank(trace: Trace, here: Collection[int], stacks: dict[int, str], now: int) -> Iterator[str]:
@@ -359,19 +301,14 @@ def _describe_last(rank: RankTrace) -> str:
     return f"; {verb} {Kind(int(last['kind'])).word} {rank.name(int(last['name']))}".rstrip()
 
 
-def reasons(trace: Trace, here: Collection[int] | None = None) -> Iterator[str]:
-    """Yield, for each communication waited for, the ranks that have not reached it and where they are.
-
-    Args:
-        trace: the trace of all ranks so far.
-        here: the ranks that it is of; None for all.
-    """
+def reasons(trace: Trace, here: Collection[int]) -> Iterator[str]:
+    """Yield, for each communication waited for, the ranks that have not reached it and where they are."""
     for rank, recorded in enumerate(trace.ranks):
         call = waited_for(rank, recorded)
         if call is None:
             continue
         for other in missing_ranks(call, trace):
-            if here is not None and other not in here:
+            if other not in here:
                 yield f"rank {rank} waits for rank {other}, whose node says where it is"
                 continue
             if call.is_message:

@@ -7,8 +7,6 @@ missing_ranks      the ranks that have not reached it
 never              ranks that can never proceed, however long they are given
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -23,41 +21,28 @@ from mpkit.errors import CommMismatch
 from mpkit.trace import HEADER, OP, Kind, RankTrace, Trace
 from mpkit.trace.mismatch import IssuedCall, find_issued, fits, why_not
 
-FINISHED = 1
-"""The state of a rank that has finished."""
+FINISHED = 1  # the state of a rank
 
 
 @dataclass(frozen=True)
 class Sight:
-    """A rank's state at one moment.
+    """A rank's state at one moment; `count` or `end` changes whenever the rank makes progress."""
 
-    Attributes:
-        count: the number of ops begun so far.
-        state: 0 running, 1 finished, 2 failed.
-        waiting: the newest op is a WAIT that has not ended.
-        end: the end of the newest op; `count` or `end` changes whenever the rank makes progress.
-        started: the rank has met the others and records; before, it is starting, however long that takes.
-    """
-
-    count: int = 0
-    state: int = 0
-    waiting: bool = False
-    end: int = 0
-    started: bool = True
+    count: int = 0  # ops begun so far
+    state: int = 0  # 0 running, 1 finished, 2 failed
+    waiting: bool = False  # the newest op is a WAIT that has not ended
+    end: int = 0  # of the newest op
+    started: bool = True  # it has met the others and records; before, it is starting, however long that takes
 
 
 class RankWatch:
     """Watches all ranks of a launch. It maps each file once, and each look reads two records of it.
 
-    Args:
-        folder: the launch's folder.
-        ranks: the number of ranks.
-        local: those that write there, under a launcher on several nodes; the others pass for finished.
+    `local` has the ranks that write there, under a launcher on several nodes; the others count as finished.
     """
 
-    def __init__(self, folder: Path, ranks: int, local: Collection[int] | None = None) -> None:
-        self._folder = folder
-        self._local = range(ranks) if local is None else local
+    def __init__(self, folder: Path, ranks: int, local: Collection[int]) -> None:
+        self._folder, self._local = folder, local
         self._maps: list[mmap.mmap | None] = [None] * ranks
 
     def _map(self, rank: int, anew: bool = False) -> mmap.mmap | None:
@@ -77,8 +62,7 @@ class RankWatch:
         if data is None or len(data) < HEADER.itemsize:
             return Sight(started=False)
         head = np.frombuffer(data, HEADER, 1)[0]
-        count = int(head["count"])
-        if count == 0:
+        if (count := int(head["count"])) == 0:
             return Sight(state=int(head["state"]))
         place = HEADER.itemsize + (count - 1) * OP.itemsize
         if place + OP.itemsize > len(data):  # the file has grown since it was mapped
@@ -99,10 +83,6 @@ class RankWatch:
         self._maps = [None] * len(self._maps)
 
 
-FROM_ROOT = (Kind.BROADCAST, Kind.SCATTER)
-TO_ROOT = (Kind.REDUCE, Kind.GATHER)
-
-
 def first_mismatch(trace: Trace) -> CommMismatch | None:
     """Return the error of the earliest pending communication that does not match a peer's; None if all match."""
     earliest = None
@@ -118,9 +98,13 @@ def first_mismatch(trace: Trace) -> CommMismatch | None:
     if earliest is None:
         return None
     _, mine, theirs, recorded = earliest
-    last = recorded.ops[-1]
-    place = {key: int(last[key]) if last[key] >= 0 else None for key in ("step", "stage", "microbatch")}
+    place = place_of_op(recorded.ops[-1])
     return CommMismatch(in_cells(why_not(mine, theirs)), rank=mine.rank, other=theirs.rank, **place)
+
+
+def place_of_op(op: Any) -> dict[str, Any]:
+    """Return the step, stage and micro-batch of an op, as an error has them; None where there is none."""
+    return {key: int(op[key]) if op[key] >= 0 else None for key in ("step", "stage", "microbatch")}
 
 
 def _open(rank: int, recorded: RankTrace) -> Iterator[tuple[int, IssuedCall]]:
@@ -185,8 +169,8 @@ def _needs(call: IssuedCall, trace: Trace) -> set[int]:
     absent = set(missing_ranks(call, trace))
     if len(members(call)) == 2:  # nothing is delivered to a rank that has not posted a receive
         return absent
-    if call.kind in FROM_ROOT:
+    if call.kind in (Kind.BROADCAST, Kind.SCATTER):  # from the root
         return absent & {call.peer} if call.rank != call.peer else set()
-    if call.kind in TO_ROOT:
+    if call.kind in (Kind.REDUCE, Kind.GATHER):  # to the root
         return absent if call.rank == call.peer else set()
     return absent

@@ -10,8 +10,6 @@ A rank that waits for a request counts as finished in its trace: so it is no par
 in a cell that it does not run are recognized as waiting in vain.
 """
 
-from __future__ import annotations
-
 import ast
 import linecache
 import os
@@ -23,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.common.disk import write_whole
-from mpkit.common.launch_folder import part
+from mpkit.common.launch_folder import OUTPUT_LIMIT, part
 from mpkit.launch.process.output import LabelledLines, end_lines
 from mpkit.launch.process.rank import describe
 from mpkit.strategies.packing.packing import dumps
@@ -33,22 +31,14 @@ from mpkit.strategies.rank_context import Context
 
 @dataclass
 class Reply:
-    """What a rank answers.
+    """What a rank answers."""
 
-    Attributes:
-        state: "ok", "error" or "interrupted".
-        shown: the value of the cell's last expression as text; "" if it has none.
-        value: the value itself, pickled, where that was asked for; a tensor on the CPU.
-        error: for an error: its type, message and traceback, and the traceback without the frames of libraries.
-        ops, recorded: how many operations its trace had when the cell began, and how many the cell added.
-    """
-
-    state: str = "ok"
-    shown: str = ""
-    value: bytes = b""
-    error: dict[str, str] = field(default_factory=dict)
-    ops: int = 0
-    recorded: int = 0
+    state: str = "ok"  # or "error", or "interrupted"
+    shown: str = ""  # the value of the cell's last expression as text; "" if it has none
+    value: bytes = b""  # the value itself, pickled, where the request wants it
+    error: dict[str, str] = field(default_factory=dict)  # what `describe` returned
+    ops: int = 0  # in the rank's trace when the cell began
+    recorded: int = 0  # ops that the cell added
 
 
 def serve(context: Context) -> None:
@@ -58,10 +48,8 @@ def serve(context: Context) -> None:
     path = part(folder, rank, "requests")
     os.mkfifo(path, 0o600)
     record.idle(True)
-    with (
-        path.open("r+b", buffering=0) as pipe,
-        compare_calls(context.comm),
-    ):  # with a writer of its own: it never ends
+    # The pipe has a writer of its own, so that it never ends.
+    with path.open("r+b", buffering=0) as pipe, compare_calls(context.comm):
         write_whole(part(folder, rank, "answer0"), dumps(Reply()))
         for line in pipe:
             number, ops = int(line), record.count
@@ -86,26 +74,19 @@ def _namespace(context: Context) -> dict[str, Any]:
 
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
-    vars(main).update(
-        ctx=context, comm=context.comm, rank=context.rank, world_size=context.world_size, device=context.device,
-        torch=torch, dist=dist, mk=mk,
-    )  # fmt: skip
+    own = {name: getattr(context, name) for name in ("comm", "rank", "world_size", "device")}
+    vars(main).update(ctx=context, **own, torch=torch, dist=dist, mk=mk)
     return vars(main)
 
 
 def _answer(context: Context, code: str, name: str, namespace: dict[str, Any], wants_value: bool) -> Reply:
-    """Run a cell.
+    """Run a cell, which tracebacks call `name`.
 
-    Args:
-        context: the rank's context.
-        code: Python code.
-        name: what tracebacks call the cell.
-        namespace: the variables of the session on this rank.
-        wants_value: return the value of its last expression, and leave it out of the variables.
+    With `wants_value`, return the value of its last expression, and leave it out of the variables.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(lines := getattr(stream, "buffer", None), LabelledLines):
-            lines.begin_again()
+            lines.room = OUTPUT_LIMIT
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     context.record.idle(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -128,12 +109,9 @@ def _answer(context: Context, code: str, name: str, namespace: dict[str, Any], w
 def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:
     """Return the value of the last expression; None if the cell ends with something else, or with a semicolon."""
     tree = ast.parse(code, name)
-    last = tree.body[-1] if tree.body else None
-    quiet = code.rstrip().endswith(";")
-    if not isinstance(last, ast.Expr):
-        exec(compile(tree, name, "exec"), namespace)
-        return None
-    del tree.body[-1]
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), namespace)
+    if not isinstance(last, ast.Expr):
+        return None
     value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-    return None if quiet else value
+    return None if code.rstrip().endswith(";") else value

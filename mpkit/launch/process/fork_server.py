@@ -4,8 +4,7 @@ Importing torch takes far longer than forking a process that has imported it. So
 imports torch and waits; each launch forks fresh ranks from it, and no state of a failed run carries over into the next.
 The notebook's own process is never forked: it may have used CUDA, and it has threads.
 
-It serves one launch at a time, and receives commands and sends events as JSON lines, over its standard input and
-output:
+It serves one launch at a time. Commands arrive as JSON lines on its standard input, events leave on its output:
 
     {"do": "launch", "folder": "...", "ranks": 4, "modules": [...]}   ->  {"event": "started", "pids": [...]}
                                                                           {"event": "exit", "rank": 2, "status": -9}
@@ -15,17 +14,20 @@ output:
     end of file                     kill all ranks and exit; without a "close" before, the parent is gone: remove the
                                     launches' folder too
 
-Nobody asks for minutes: it exits by itself, since it holds torch in memory (about 230 MB), and in a class of forty most
-notebooks are being read at any moment.
+Since it holds torch in memory (about 230 MB), it exits by itself after minutes without a launch: in a class of forty,
+most notebooks are being read at any moment.
 
 The life of a rank, so that no peer sees a closed connection before its time:
 
     forked -> runs -> writes its result, says "done" (a byte in the done pipe) -> waits for the release pipe to close
+
+The parent's handle is `ForkServerClient`. Python looks for modules in the current folder or the script's folder before
+its own. A learner's random.py there, or a file that someone else put into a shared folder, would be imported in place
+of the real module. So helper processes start with `python -P` and get this process's sys.path without these folders
+(`helper_command`). Ranks set the whole sys.path afterwards, once all of mpkit has been imported, for the user's own
+modules.
 """
 
-from __future__ import annotations
-
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -33,25 +35,178 @@ import json
 import os
 import selectors
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mpkit.common.exceptions import one_line
 from mpkit.common.process_wide import make_undumpable
-from mpkit.launch.process.fork_server_client import helper_command
 from mpkit.launch.process.run_folder import remove_unheld
+
+START_TIMEOUT = 120.0  # seconds that importing torch may take, on a cold and busy disk
+STOPPED_FOR = 2.0  # seconds that the fork server may be stopped before it is given up
+IDLE, IDLE_MARGIN = 300.0, 30.0
+"""Seconds without a launch after which a fork server counts as ended, and how much later it exits by itself."""
+
+FROM = "the process that ranks are started from"
+DIED = f"{FROM} has died"
+TRY = f"does `{sys.executable} -P -m mpkit.launch.process.fork_server </dev/null` work in a terminal?"
+STOPPED = (
+    f"{FROM} (pid {{pid}}) was stopped (SIGSTOP: a debugger, a paused container); it and its ranks have been "
+    "ended, and the next run starts a new one"
+)
+
+
+class ForkServerClient:
+    """A fork server process. Starting it does not block: it imports torch while the parent continues.
+
+    `fork` False starts a fresh interpreter per rank, which is slower but equivalent. `within` is the beginning of a
+    command that runs the fork server enclosed, with its memory closed to its ranks.
+    """
+
+    def __init__(self, fork: bool = True, within: Sequence[str] = ()) -> None:
+        # Without PYTHONPATH: it receives its sys.path separately.
+        self._environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        start = helper_command(
+            "mpkit.launch.process.fork_server:main", fork=fork, closed=bool(within), idle=IDLE + IDLE_MARGIN
+        )
+        # A session of its own shields it from the terminal's Ctrl-C, which goes to whole process groups.
+        self._process = subprocess.Popen(
+            [*within, *start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment,
+            stderr=subprocess.DEVNULL if sys.stderr is None else None, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._commands, self._events = self._process.stdin, self._process.stdout
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._events, selectors.EVENT_READ)
+        self._pending = b""
+        self._lock = threading.Lock()  # held while a command is written
+        self._reading = threading.RLock()  # held while events are read
+        self._used = time.monotonic()
+        self._busy = False
+        self.own_pid = 0  # the fork server's process id as itself sees it; 0 until it has imported torch
+        self._closer = weakref.finalize(self, _end, self._process, self._selector, self._reading)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the fork server can still be used."""
+        ends_soon = not self._busy and time.monotonic() - self._used > IDLE
+        return self._closer.alive and not ends_soon and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the fork server, or of what encloses it."""
+        return self._process.pid
+
+    def environment_since(self) -> dict[str, str | None]:
+        """Return the variables of os.environ that differ from the fork server's, with None for removed ones."""
+        gone: dict[str, str | None] = dict.fromkeys(self._environment.keys() - os.environ.keys())
+        return gone | {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
+
+    def tell(self, do: str, **command: Any) -> None:
+        """Send a command, such as "launch"; it is lost if the fork server is gone, which `events` reports."""
+        if do == "launch":
+            self._busy, self._used = True, time.monotonic()
+        with self._lock, suppress(BrokenPipeError, ValueError):
+            self._commands.write(json.dumps({"do": do, **command}).encode() + b"\n")
+            self._commands.flush()
+
+    def events(self, timeout: float) -> list[dict[str, Any]]:
+        """Return the events that arrive within `timeout` seconds; {"event": "gone", "why": ...} if it is gone."""
+        with self._reading:
+            if not self._closer.alive:
+                return [_gone(DIED)]
+            if not self._selector.select(timeout):
+                late = not self.own_pid and time.monotonic() - self._used > START_TIMEOUT
+                return [_gone(f"{FROM} took over two minutes to import torch; {TRY}")] if late else []
+            chunk = os.read(self._events.fileno(), 65536)
+            if not chunk:
+                self.close()  # its pipe is closed before the system reports it as dead
+                ended = f"{FROM} ended with code {self._process.returncode}; {TRY}"
+                return [_gone(DIED if self.own_pid else ended)]
+            *lines, self._pending = (self._pending + chunk).split(b"\n")
+            events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            for event in events:
+                if event["event"] == "ready":
+                    self.own_pid = event["pid"]
+                elif event["event"] == "over":
+                    self._busy, self._used = False, time.monotonic()
+            return events
+
+    def close(self) -> None:
+        """End the fork server, and with it every rank."""
+        self._closer()
+
+    def kill(self) -> None:
+        """Kill a fork server that does not answer; on Linux the system then kills its ranks."""
+        self._process.kill()
+        self._closer()
+
+
+def _gone(why: str) -> dict[str, Any]:
+    return {"event": "gone", "why": why}
+
+
+def _end(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, reading: Any) -> None:
+    """End the fork server by closing its input: it then kills its ranks and exits."""
+    with reading:  # the lock: no thread reads from a file that is being closed
+        selector.close()
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(OSError, ValueError):
+            os.write(process.stdin.fileno(), b'{"do": "close"}\n')
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                pipe.close()
+    try:
+        process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        process.kill()  # still importing torch, stopped or stuck; its ranks die with it
+        process.wait()
+
+
+START = """
+import json, sys
+path, module, function, arguments = json.loads(sys.argv[1])
+sys.path[:] = path
+getattr(__import__(module, fromlist=[function]), function)(**arguments)
+"""
+
+
+def helper_command(function: str, **arguments: Any) -> list[str]:
+    """Return the command of a process that calls a function ("module:name") with arguments of JSON types."""
+    module, _, name = function.partition(":")
+    return [sys.executable, "-P", "-c", START, json.dumps([safe_path(), module, name, arguments])]
+
+
+def safe_path() -> list[str]:
+    """Return sys.path without the current folder and the script's, unless Python's own packages are there.
+
+    mpkit may lie in one of these, as in a checkout that is not installed; its folder then comes last.
+    """
+    own = {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), site.getusersitepackages())}
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    unsafe = {os.path.realpath(os.path.dirname(script))} if os.path.isabs(script) else set()
+    if os.path.isdir(os.curdir):  # otherwise it has been deleted
+        unsafe.add(os.path.realpath(os.curdir))
+    safe = [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) not in unsafe - own]
+    home = str(Path(__file__).parents[3])
+    return safe if home in safe else [*safe, home]
 
 
 class ForkServer:
     """The server's loop: reads commands, writes events, forks and reaps ranks.
 
-    Args:
-        out: the descriptor that events are written to.
-        fork: whether to fork ranks; False starts each as a fresh interpreter.
-        idle: seconds without a launch after which it exits.
+    `out` is the descriptor for events; `fork` False starts each rank as a fresh interpreter; after `idle` seconds
+    without a launch, the server exits.
     """
 
     def __init__(self, out: int, fork: bool = True, idle: float | None = None) -> None:
@@ -62,18 +217,17 @@ class ForkServer:
         self._ranks: dict[int, int] = {}  # by process id, for the living ranks
         self._group = 0  # process group of the ranks and of the processes that they start
         self._undone = 0  # ranks whose function has not returned
-        self._done_read = (
-            self._release_write
-        ) = -1  # ranks write a byte to one, and exit when the other is closed
+        # Ranks write a byte to one, and exit when the other is closed; -1: there is none.
+        self._done_read = self._release_write = -1
 
     def _say(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, **values}).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # the reader is gone: end of file follows on the input
+        with suppress(BrokenPipeError):  # the reader is gone: end of file follows on the input
             while line:
                 line = line[os.write(self._out, line) :]
 
     def serve(self, commands: int) -> None:
-        """Serve commands until their pipe is closed, or nobody has asked for ranks for a while."""
+        """Serve commands until their pipe is closed, or no launch has come for `idle` seconds."""
         child_read, child_write = os.pipe()
         for end in (child_read, child_write):
             os.set_blocking(end, False)
@@ -86,7 +240,7 @@ class ForkServer:
         while ready := self.selector.select(None if self._ranks else self._idle):
             for key, _ in ready:
                 if key.data == "child":
-                    with contextlib.suppress(BlockingIOError):
+                    with suppress(BlockingIOError):
                         os.read(child_read, 4096)
                     self._reap()
                 elif key.data == "done":
@@ -113,7 +267,7 @@ class ForkServer:
             pid = self.start(rank, {"done": done_write, "release": release_read})
             self._group = self._group or pid
             # Parent and child both set it, so that it is set whichever runs first.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.setpgid(pid, self._group)
             self._ranks[pid] = rank
         os.close(done_write)
@@ -124,20 +278,15 @@ class ForkServer:
     def start(self, rank: int, fds: dict[str, int]) -> int:
         """Start one rank: by fork where that is safe, otherwise as a fresh interpreter that imports torch again."""
         settings: dict[str, Any] = {
-            "rank": rank,
-            "group": self._group,
-            "folder": self._folder,
-            "fds": fds,
-            "parent": os.getpid(),
-        }
+            "rank": rank, "group": self._group, "folder": self._folder, "fds": fds, "parent": os.getpid(),
+        }  # fmt: skip
         if not self._fork:
             return subprocess.Popen(
                 helper_command("mpkit.launch.process.rank:main", **settings),
                 pass_fds=list(fds.values()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             ).pid  # fmt: skip
         with warnings.catch_warnings():
-            # Python warns that threads do not survive a fork. The existing ones belong to numpy's BLAS,
-            # which re-creates them.
+            # Python warns that threads do not survive a fork. numpy's BLAS, which has them, re-creates its own.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -174,9 +323,7 @@ class ForkServer:
             if pid not in self._ranks:
                 continue
             self._say("exit", rank=self._ranks.pop(pid), status=os.waitstatus_to_exitcode(status))
-            if (
-                self._release_write >= 0 or not self._ranks
-            ):  # and what the last rank has started and left behind
+            if self._release_write >= 0 or not self._ranks:  # also what the last rank left behind
                 self._kill()
             if not self._ranks:
                 self._release()
@@ -186,14 +333,13 @@ class ForkServer:
     def _kill(self) -> None:
         """Kill every living rank, and the processes that they started."""
         if self._group:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._group, signal.SIGKILL)
         for pid in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _release(self) -> None:
-        """Let the ranks exit."""
         if self._release_write >= 0:
             os.close(self._release_write)
             self._release_write = -1
@@ -208,7 +354,7 @@ class ForkServer:
         """Kill and reap all ranks because the parent is gone: no rank outlives it, not even as a zombie."""
         self._kill()
         for pid in self._ranks:
-            with contextlib.suppress(ChildProcessError):
+            with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         if self._folder and not self._orderly:
             remove_unheld(Path(self._folder).parent, wait=True)
@@ -220,13 +366,8 @@ def warm_up() -> None:
 
     from mpkit.strategies.program_calls.communication import OPERATORS, place_of_group
 
-    for name in (
-        "cloudpickle",
-        "torch.distributed",
-        "mpkit.launch.process.rank",
-        "mpkit.strategies.packing.packing",
-        "mpkit.strategies.runtime.train",
-    ):
+    mine = ("launch.process.rank", "strategies.packing.packing", "strategies.runtime.train")
+    for name in ("cloudpickle", "torch.distributed", *(f"mpkit.{each}" for each in mine)):
         importlib.import_module(name)
     for name in OPERATORS:  # torch looks for an operator's schema and handle at their first use
         if hasattr(torch.ops.c10d, name):
@@ -237,11 +378,10 @@ def warm_up() -> None:
 
 
 def join_pages() -> None:
-    """Let the system hold this process's memory in pages of 2 MiB (Linux 6.1 and later): a fork copies a table of them.
+    """Let the system hold this process's memory in pages of 2 MiB (Linux 6.1 and later), where it can.
 
     A fork copies an entry per page, and a server that has imported torch has 60,000 small ones, which take 4 ms of each
-    rank's start. A rank that writes to a large page gets a small copy of what it writes to. Where the system cannot or
-    may not join pages, they stay small.
+    rank's start. A rank that writes to a large page gets a small copy of what it writes to.
     """
     if sys.platform != "linux":
         return
@@ -265,11 +405,8 @@ def import_installed(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            print(
-                f"mpkit: {name} is imported by each rank, since importing it once for all of them raised "
-                f"{type(error).__name__}: {error}",
-                file=sys.stderr,
-            )
+            each = f"mpkit: {name} is imported by each rank, since importing it once for all of them raised"
+            print(f"{each} {one_line(error)}", file=sys.stderr)
     if new:
         gc.collect()
         gc.freeze()
@@ -278,10 +415,7 @@ def import_installed(modules: Sequence[str]) -> None:
 def main(fork: bool = True, closed: bool = False, idle: float | None = None) -> None:
     """Run the fork server in a process and session of its own, so that the terminal's Ctrl-C does not reach it.
 
-    Args:
-        fork: whether to fork ranks, or to start them as fresh interpreters.
-        closed: whether to close this process's memory to its ranks.
-        idle: seconds without a launch after which it exits.
+    `closed`: close this process's memory to its ranks. The other arguments are those of `ForkServer`.
     """
     if closed:
         make_undumpable()

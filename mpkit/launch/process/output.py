@@ -5,8 +5,6 @@ the order in which they were printed. The launching process copies what is new. 
 the descriptors 1 and 2, which lead to a file for each rank; the reader labels those lines.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -22,25 +20,14 @@ from mpkit.common.safe_text import visible
 
 LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
-CHUNK = 4_000_000
-"""Bytes of each file that are read at a time."""
-
+CHUNK = 4_000_000  # bytes of each file that are read at a time
 CUT = f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)"
-"""What replaces output beyond the limit."""
-
-
-# ---- on the rank -------------------------------------------------------------------------------------------------
 
 
 class LabelledLines(io.RawIOBase):
-    """The bytes below a rank's sys.stdout or sys.stderr: whole lines, each with the rank's label.
+    """The bytes below a rank's sys.stdout (`stream` 1) or sys.stderr (2): whole lines, each with the rank's label.
 
     Where there is no space for output, it ends, a note says so, and the rank continues.
-
-    Args:
-        folder: the launch's folder.
-        rank: whose output it is.
-        stream: 1 for stdout, 2 for stderr.
     """
 
     def __init__(self, folder: Path, rank: int, stream: int) -> None:
@@ -48,7 +35,8 @@ class LabelledLines(io.RawIOBase):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK
         self._file, self._label = os.open(folder / "output.log", flags, 0o600), f"[rank {rank}] ".encode()
         self._pieces: deque[bytes] = deque()  # of the unfinished line; any thread may append or drain
-        self._size, self._room = 0, OUTPUT_LIMIT
+        self._size = 0
+        self.room = OUTPUT_LIMIT  # bytes that may still be written
 
     def writable(self) -> bool:
         """Return True: bytes can be written."""
@@ -77,10 +65,6 @@ class LabelledLines(io.RawIOBase):
         self._size = 0
         self._send(self._drain())
 
-    def begin_again(self) -> None:
-        """Forget how much was written: the limit counts from here."""
-        self._room = OUTPUT_LIMIT
-
     def close(self) -> None:
         """Stay open: a TextIOWrapper of the program's own that is dropped closes what it wraps."""
 
@@ -91,22 +75,21 @@ class LabelledLines(io.RawIOBase):
         return b"".join(taken)
 
     def _send(self, text: bytes) -> None:
-        if not text or self._room < 0:
+        if not text or self.room < 0:
             return
-        room, self._room = self._room, self._room - len(text)
-        lines = LINE_ENDS.split(text[:room].decode("utf-8", "ignore").encode() if self._room < 0 else text)
+        room, self.room = self.room, self.room - len(text)
+        lines = LINE_ENDS.split(text[:room].decode("utf-8", "ignore").encode() if self.room < 0 else text)
         lines = lines[:-1] if not lines[-1] else lines
-        lines += [CUT.encode()] * (self._room < 0)
+        lines += [CUT.encode()] * (self.room < 0)
         data = b"".join(self._label + line + b"\n" for line in lines)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            self._room = -1
+            self.room = -1
             why = (full_disk(error, self._folder) if error.errno in FULL else error).strerror
-            write_note(
-                self._folder, self._rank, f"mpkit: what rank {self._rank} printed after this is lost: {why}"
-            )
+            note = f"mpkit: what rank {self._rank} printed after this is lost: {why}"
+            write_note(self._folder, self._rank, note)
 
 
 def labelled_output(folder: Path, rank: int, stream: int) -> io.TextIOWrapper:
@@ -125,9 +108,6 @@ def end_lines() -> None:
             lines.end_line()
 
 
-# ---- in the launching process ------------------------------------------------------------------------------------
-
-
 class OutputReader:
     """Yields the lines that have been printed since the last look, labelled."""
 
@@ -137,10 +117,8 @@ class OutputReader:
         self._std = [_GrowingFile(part(folder, rank, "std"), f"[rank {rank}] ") for rank in range(ranks)]
 
     def lines(self, last: bool = False) -> Iterator[str]:
-        """Yield lines such as "[rank 2] loss 3.1", without line ends.
-
-        Args:
-            last: nothing writes any more: yield everything, including lines without a line end.
+        """Yield new lines such as "[rank 2] loss 3.1"; `last`: nothing writes any more, so also lines without a line
+        end.
         """
         yield from self._log.lines(last)
         for file in self._std:
@@ -156,8 +134,6 @@ class OutputReader:
 
 
 class _GrowingFile:
-    """A file of text that others append to."""
-
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label, self.place = path, label, 0
         self._line = b""  # the beginning of a line

@@ -1,10 +1,8 @@
 """What the launching process sends to its ranks: function and arguments by value, and its own environment.
 
 Ranks do not run the script or the notebook's cells again, so a `logging.basicConfig(level="INFO")` there would be lost.
-So the ranks' loggers have the levels of those here, and the root's format (`set_logging`).
+So the ranks' loggers get the levels of this process's loggers, and the root's format (`set_logging`).
 """
-
-from __future__ import annotations
 
 import inspect
 import io
@@ -31,9 +29,6 @@ def check_function(fn: Callable[..., Any], args: Sequence[object]) -> None:
     >>> check_function(lambda: 1, ())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: run(fn): ranks call fn(ctx), which <lambda>() does not fit: too many positional arguments. ...
-
-    Raises:
-        ValueError: it is no function, or has other parameters.
     """
     if not callable(fn):
         raise ValueError(f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}")
@@ -56,12 +51,6 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
 
     This process's settings go before them (`mpkit.strategies.packing.world`).
-
-    Args:
-        function, args: what ranks call.
-
-    Raises:
-        ValueError: something in them cannot be sent to another process (a lock, an open file, a generator).
     """
     try:
         file = io.BytesIO()
@@ -74,8 +63,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             "Locks, open files, sockets, generators and widgets stay in the process that made them: create such "
             "things inside the function, or pass the plain data they hold."
         ) from None
-    edited = edited_functions(packer.modules)
-    if edited:
+    if edited := edited_functions(packer.modules):
         report(
             f"{', '.join(edited[:5])}: ranks run the file as it is now, and it was edited since this process imported "
             f"it. Import it anew, importlib.reload({edited[0].partition('.')[0]}), and make the model again."
@@ -95,11 +83,7 @@ def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[A
 def settings_here(
     ranks: int, device: str, backend: str, numbers: Sequence[int], layers: bool = False, compares: bool = True
 ) -> Settings:
-    """Return the settings of a launch, taken from this process in its present state.
-
-    Raises:
-        ValueError: the current folder no longer exists.
-    """
+    """Return the settings of a launch, taken from this process in its present state."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
@@ -123,22 +107,15 @@ def _free_port() -> int:
 
 def _sources_without_file() -> dict[str, str]:
     """Return the source of notebook cells and REPL input, whose lines a rank's traceback should show."""
-    sources: dict[str, str] = {}
-    for name, entry in list(linecache.cache.items()):
-        if len(entry) == 4 and not os.path.exists(name) and len(sources) < 2000:
-            sources[name] = "".join(entry[2])
-    return sources
-
-
-# ---- logging -------------------------------------------------------------------------------------------------------
+    cached = list(linecache.cache.items())
+    without = [(name, entry[2]) for name, entry in cached if len(entry) == 4 and not os.path.exists(name)]
+    return {name: "".join(lines) for name, lines in without[:2000]}
 
 
 def _log_settings() -> dict[str, Any]:
     """Return the levels of this process's loggers, "" for the root, and the format of the root's handler, if any."""
     named = logging.root.manager.loggerDict.items()
-    levels = {
-        name: logger.level for name, logger in named if isinstance(logger, logging.Logger) and logger.level
-    }
+    levels = {name: each.level for name, each in named if isinstance(each, logging.Logger) and each.level}
     writing = [each for each in logging.root.handlers if not isinstance(each, logging.NullHandler)]
     formatter = writing[0].formatter if writing else None
     written = None if not writing else formatter._fmt if formatter is not None else logging.BASIC_FORMAT
@@ -146,7 +123,7 @@ def _log_settings() -> dict[str, Any]:
 
 
 def set_logging(settings: Mapping[str, Any]) -> None:
-    """Make this rank's logging like that of the launching process, whose `Settings.logging` this is."""
+    """Make this rank's logging like that of the launching process, from its `Settings.logging`."""
     known = logging.root.manager.loggerDict
     for name, level in settings["levels"].items():
         if name and name not in known:  # no logger's cache knows of it, and to set a level empties all caches

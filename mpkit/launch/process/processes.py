@@ -1,10 +1,9 @@
 """The ranks' processes as the launching process knows them: ids, exits, signals, CPU time, and where each one is.
 
-A rank is asked for its Python stacks with SIGUSR1: faulthandler writes them into the launch's folder without Python's
-lock, also while C code holds it. What the signal interrupts, Python (PEP 475) or the system (SA_RESTART) repeats.
+The launching process asks a rank for its Python stacks with SIGUSR1: faulthandler writes them into the launch's folder
+without Python's lock, also while C code holds it. Python (PEP 475) or the system (SA_RESTART) repeats whatever the
+signal interrupts.
 """
-
-from __future__ import annotations
 
 import faulthandler
 import os
@@ -21,21 +20,15 @@ from mpkit.common.launch_folder import part
 from mpkit.common.tracebacks import fold_stack
 
 STACKS_TAKE, STACKS_EVERY = 30, 0.02
-"""Looks, and the seconds between two of them, that ranks are given to write their stacks. A pause of the whole machine
-is one look."""
+"""Looks that ranks get to write their stacks, and seconds between two. A pause of the whole machine is one look."""
 
 
 @dataclass
 class RankProcesses:
-    """The processes of one launch, which the fork server starts and reaps.
+    """The processes of one launch, which the fork server starts and reaps."""
 
-    Attributes:
-        pids: process ids by rank; empty until the ranks are started.
-        statuses: exit statuses by rank, in the order in which the ranks ended; a negative status is a signal.
-    """
-
-    pids: list[int] = field(default_factory=list)
-    statuses: dict[int, int] = field(default_factory=dict)
+    pids: list[int] = field(default_factory=list)  # by rank; empty until the ranks are started
+    statuses: dict[int, int] = field(default_factory=dict)  # by rank, as they ended; -9: by signal 9
     _cpu: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def stopped_pids(self) -> dict[int, int]:
@@ -45,20 +38,18 @@ class RankProcesses:
     def running_ranks(self, waiting: Collection[int] = ()) -> set[int]:
         """Return the ranks that the system reports as runnable, or that used CPU time since the last call.
 
-        Args:
-            waiting: ranks that wait for others in a recorded call, or have finished. Of these the main thread counts
-                alone: gloo's own thread can spin for ever on a connection whose other end is gone.
+        `waiting` ranks wait for others in a recorded call, or have finished. Of these only the main thread counts:
+        gloo's own thread can spin for ever on a connection whose other end is gone.
         """
-        found = set()
+        running = set()
         for rank, pid in enumerate(self.pids):
             key = rank, rank in waiting
-            vitals = vitals_of(pid, main_thread=key[1]) if self.runs(rank) else None
-            if vitals is not None:
+            if self.runs(rank) and (vitals := vitals_of(pid, main_thread=key[1])) is not None:
                 state, cpu = vitals
                 if state == "R" or cpu > self._cpu.get(key, cpu):
-                    found.add(rank)
+                    running.add(rank)
                 self._cpu[key] = cpu
-        return found
+        return running
 
     def runs(self, rank: int) -> bool:
         """Return whether a rank has been started and has not exited."""
@@ -66,7 +57,7 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill those that have not exited, and what they have started, without the fork server's help."""
-        living = [pid for rank, pid in enumerate(self.pids) if rank not in self.statuses]
+        living = [pid for rank, pid in enumerate(self.pids) if self.runs(rank)]
         with suppress(ProcessLookupError, PermissionError):
             if living:
                 os.killpg(self.pids[0], signal.SIGKILL)
@@ -76,14 +67,10 @@ class RankProcesses:
 
 
 def vitals_of(pid: int, main_thread: bool = False) -> tuple[str, float] | None:
-    """Return the letter of a process's state and the CPU seconds that it has used.
+    """Return the letter of a process's state and the CPU seconds that it, or on Linux its main thread, has used.
 
     The letter is that of /proc/PID/stat: "R" on a core or in the queue for one, "T" or "t" stopped by SIGSTOP or a
     debugger. None: it has exited, or the system does not report it.
-
-    Args:
-        pid: the process.
-        main_thread: on Linux, of its main thread alone.
     """
     if sys.platform != "linux":
         return _ask_psutil(pid)
@@ -109,18 +96,14 @@ def cpu_seconds(pid: int) -> float | None:
 
 def _ask_psutil(pid: int) -> tuple[str, float] | None:
     """Return the same on other systems, if psutil is there. Never "R": macOS says so of processes that sleep."""
-    try:
+    with suppress(ImportError):
         import psutil
-    except ImportError:
-        return None
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        times = process.cpu_times()
-        return "T" if process.status() == psutil.STATUS_STOPPED else "", times.user + times.system
+
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            return "T" if process.status() == psutil.STATUS_STOPPED else "", times.user + times.system
     return None
-
-
-# ---- stacks --------------------------------------------------------------------------------------------------------
 
 
 def answer_requests(folder: Path, rank: int) -> int:
@@ -142,18 +125,12 @@ def ask_stacks(
 ) -> dict[int, str] | None:
     """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
 
-    Args:
-        folder: the launch's folder.
-        processes: the ranks' processes.
-        ranks: the ranks to ask.
-        poll: handles events, such as exits of ranks, for some seconds; returns whether the launch is over.
+    `poll` handles events, such as exits of ranks, for some seconds, and returns whether the launch is over.
     """
     stacks, stopped = dict.fromkeys(ranks, ""), processes.stopped_pids()
     ends = {}
     for rank in ranks:
-        path = part(
-            folder, rank, "stack"
-        )  # made with the handler, without which the signal would end the rank
+        path = part(folder, rank, "stack")  # made with the handler: without it, the signal kills
         if processes.runs(rank) and rank not in stopped and path.exists():
             ends[rank] = path.stat().st_size
             with suppress(ProcessLookupError):

@@ -5,8 +5,6 @@ The system frees the lock when the process ends, however it ends; so the first l
 folders of this user that nobody holds.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import json
@@ -26,7 +24,7 @@ PREFIX, LOCK = "mpkit-run-", "lock"
 
 
 def empty_folder() -> Path:
-    """Return a new folder, of mode 0700, which nobody removes while this process lives."""
+    """Return a new folder, of mode 0700, which stays while this process lives."""
     place = os.getpid(), tempfile.gettempdir()
     if not _folder_of_process(*place).is_dir():  # something cleans up temporary files
         _folder_of_process.cache_clear()
@@ -52,19 +50,9 @@ def _remove_own(path: Path, process: int) -> None:
 
 
 def new_folder(settings: Settings, meta: Mapping[str, Any], payload: bytes) -> Path:
-    """Create a folder with all files that the ranks read.
-
-    Args:
-        settings, meta, payload: the contents of these files.
-
-    Raises:
-        OSError: the disk has no space for the files that the ranks need.
-    """
-    files = {
-        "settings.json": settings.dumps(),
-        "meta.json": json.dumps(meta).encode(),
-        "payload.pkl": payload,
-    }
+    """Create a folder with all files that the ranks read; raise an OSError if the disk has no space for these."""
+    texts = {"settings.json": settings.dumps(), "meta.json": json.dumps(meta).encode()}
+    files = {**texts, "payload.pkl": payload}
     needed = sum(map(len, files.values())) + settings.ranks * sum(RESERVED.values())
     with name_full_disk(tempfile.gettempdir(), needed):
         folder = empty_folder()
@@ -84,7 +72,7 @@ def hold(folder: Path) -> int:
 
 
 def keep(folder: Path) -> Path:
-    """Let the folder of a launch outlive its process, and return its new path: nobody removes it."""
+    """Let the folder of a launch outlive its process: nothing removes it at its new path, which is returned."""
     return folder.rename(f"{folder.parent}-{folder.name}")
 
 

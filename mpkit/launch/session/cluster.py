@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
@@ -21,11 +20,10 @@ from mpkit.common.tracebacks import public
 from mpkit.devices.local.choose import check_ranks, devices_html, devices_text, place_ranks
 from mpkit.errors import MpkitError
 from mpkit.launch.hang.hang import check_timeout
-from mpkit.launch.launch import Launch, RankLaunch
+from mpkit.launch.launch import Helper, Launch, RankLaunch, import_ahead
 from mpkit.launch.place import is_launched, place_here, refuse_second_launcher
-from mpkit.launch.process.fork_server_client import ForkServerClient
+from mpkit.launch.process.fork_server import ForkServerClient
 from mpkit.launch.process.payload import check_function, pack, settings_here
-from mpkit.launch.session.helper import Helper, import_ahead
 from mpkit.strategies.packing.world import report_what_stays
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ cluster.train(
 
 
 def elsewhere() -> dict[str, str]:
-    """Return what other libraries call arguments of `Cluster.train`, and what is to be used here."""
+    """Return what other libraries call arguments of `Cluster.train`, and what to use here."""
     return tomllib.loads((files(__package__) / "elsewhere.toml").read_text(encoding="utf-8"))
 
 
@@ -100,9 +98,7 @@ class Cluster:
         self.backend = "nccl" if self.device == "cuda" and chosen.one_each(self.ranks) else "gloo"
         self.layers = layers
         if start not in (None, "fork", "spawn"):
-            raise ValueError(
-                f"start={start!r}: there are 'fork' and 'spawn'; leave it out for what suits here"
-            )
+            raise ValueError(f"start={start!r}: there are 'fork' and 'spawn', or leave it out")
         self._session: Launcher | None = None
         if launched:
             from mpkit.launch.torchrun import Launcher
@@ -141,28 +137,22 @@ class Cluster:
     def __repr__(self) -> str:
         state = "closed" if self._helper.closed else self.backend
         first = f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
-        where = "" if self.device == "cpu" else f"\n{devices_text(self._chosen, self.ranks, self._rows)}"
-        return first + where
+        rows = self._session.devices if self._session else None
+        return first if self.device == "cpu" else f"{first}\n{devices_text(self._chosen, self.ranks, rows)}"
 
     def _repr_html_(self) -> str | None:
-        return None if self.device == "cpu" else devices_html(self._chosen, self.ranks, self._rows)
+        rows = self._session.devices if self._session else None
+        return None if self.device == "cpu" else devices_html(self._chosen, self.ranks, rows)
 
     @property
     def _last_gpu(self) -> int | None:
-        """The number of the last rank's GPU, if this process starts the ranks."""
         started = self.device == "cuda" and self._session is None
         return self._chosen.number_of(self.ranks - 1) if started else None
-
-    @property
-    def _rows(self) -> list[list[str]] | None:
-        return None if self._session is None else self._session.devices
 
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -190,7 +180,6 @@ class Cluster:
         return other
 
     def _check_open(self, ranks: int) -> None:
-        """Check that neither this cluster was closed nor one that shares its helper process."""
         if self._helper.closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
 
@@ -391,18 +380,16 @@ class Cluster:
 
         Args:
             fn, args, timeout: as in `run`.
-            sink: receives each labelled line of output.
-            meta: entries for the trace's meta.
-            modules: modules to import before ranks are forked, so that the ranks need not each import them.
+            sink, meta, modules: receives each labelled line of output; entries for the trace's meta; modules to import
+                before ranks are forked, so that the ranks need not each import them.
             compares: compare each communication with its peers' calls; a training's strategies do not need this.
         """
         self._check_open(self.ranks)
         timeout = check_timeout(timeout)
         self._check_free()
         payload = pack(fn, args)
-        settings = settings_here(
-            self.ranks, self.device, self.backend, self._chosen.numbers, self.layers, compares
-        )
+        numbers = self._chosen.numbers
+        settings = settings_here(self.ranks, self.device, self.backend, numbers, self.layers, compares)
         how: dict[str, Any] = {"timeout": timeout, "sink": sink, "meta": meta or {}}
         if self._session is not None:
             from mpkit.launch.launched_rank import LaunchedRank
@@ -413,11 +400,9 @@ class Cluster:
         refuse_second_launcher()
         with self._helper.launching:
             self._check_free()  # another thread may have launched first
-            fork_server = self._helper.provide()
-            settings = replace(settings, environment=fork_server.environment_since())
-            self._latest = self._helper.latest = Launch(
-                fork_server, settings, payload, modules=modules, **how
-            )
+            server = self._helper.provide()
+            settings = replace(settings, environment=server.environment_since())
+            self._latest = self._helper.latest = Launch(server, settings, payload, modules=modules, **how)
         try:
             report_what_stays(modules)  # while the ranks start
         except UserWarning:  # the program's filters make errors of warnings
@@ -427,12 +412,7 @@ class Cluster:
 
 
 def borrow_cluster(given: Cluster | None, ranks: int = 1) -> AbstractContextManager[Cluster]:
-    """Return a context of the given cluster, or of a new one of CPU ranks that is closed afterwards.
-
-    >>> with borrow_cluster(None, 2) as cluster:
-    ...     cluster.run(lambda ctx: ctx.rank)
-    [0, 1]
-    """
+    """Return a context of the given cluster, or of a new one of CPU ranks that is closed afterwards."""
     return nullcontext(given) if given is not None else Cluster(ranks, device="cpu")
 
 
@@ -440,14 +420,7 @@ def borrow_cluster(given: Cluster | None, ranks: int = 1) -> AbstractContextMana
 def borrow_clusters(
     given: Callable[[int], Cluster] | None, device: str = "auto"
 ) -> Iterator[Callable[[int], Cluster]]:
-    """Yield `clusters(ranks)` for consecutive runs of different sizes.
-
-    It is the given function, or one whose clusters share a helper process that is closed afterwards.
-
-    >>> with borrow_clusters(None, "cpu") as clusters:
-    ...     [clusters(ranks).run(lambda ctx: ctx.world_size) for ranks in (1, 2)]
-    [[1], [2, 2]]
-    """
+    """Yield `clusters(ranks)` for consecutive runs of different sizes; if none is given, they share a helper."""
     if given is not None:
         yield given
         return

@@ -1,6 +1,6 @@
-"""Execution: a launch that is followed: whoever looks at it is notified as it proceeds, until it ends.
+"""Execution: a launch that notifies observers as it proceeds, until it ends.
 
-`ProgressLine` is one who looks: a line in rank 0's terminal, under a launcher.
+`ProgressLine` is such an observer: a line in rank 0's terminal, under a launcher.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from mpkit.common.exceptions import one_line
 from mpkit.common.units import percent, seconds
-from mpkit.timeline.live_timeline import LiveFeed
-from mpkit.timeline.timeline import Timeline
+from mpkit.timeline.timeline import LiveFeed, Timeline
 
 if TYPE_CHECKING:
     from mpkit.devices.hardware import Hardware
@@ -23,54 +23,30 @@ if TYPE_CHECKING:
     from mpkit.trace.metrics import Metrics
 
 
-TICK = 0.1
-"""Seconds between two ticks."""
-
-
-class Observer(Protocol):
-    """An object that follows an execution; its methods are called from the thread that follows it."""
-
-    def tick(self, execution: Any) -> None:
-        """Handle a periodic notification: something may have changed."""
-
-    def output(self, line: str) -> None:
-        """Handle a line that a rank printed."""
-
-    def end(self, execution: Any) -> None:
-        """Handle the end: it finished, was stopped, or failed."""
+TICK = 0.1  # seconds between two ticks
 
 
 class Execution:
     """A launch that is followed, whether it trains a model or runs a program of the user's.
 
-    Args:
-        start: `Cluster.launch`.
-        title: the name of the program, or the plan in a few words.
-        function, args: what ranks call.
-        how: further arguments of `start`.
-
-    Attributes:
-        steps, first_step: the number of steps, and of the first one; None and 0 where only the program knows.
-        theory: the bubble according to the schedule's formula; None if there is none.
-        blocks: whether its cell runs until it is over, so that the kernel hears of no button before that.
-        done: whether it is over: finished, stopped or failed.
+    `start` is `Cluster.launch`, and `how` has its further arguments; `title` is the name of the program, or the plan in
+    a few words.
     """
 
-    steps: int | None = None
+    steps: int | None = None  # in all; None where only the program knows
     first_step = 0
-    theory: float | None = None
-    blocks = True
+    theory: float | None = None  # the bubble according to the schedule's formula
+    blocks = True  # whether its cell runs until it is over, so that the kernel hears of no button before that
+    done = False  # finished, stopped or failed
 
     def __init__(
         self, start: Callable[..., RankLaunch], title: str, function: Callable[..., Any],
         args: tuple[Any, ...], **how: Any,
     ) -> None:  # fmt: skip
-        self.title, self.done = title, False
-        self._observers: list[Observer] = []
+        self.title = title
+        self._observers: list[Any] = []
         self._telling = threading.RLock()  # held while observers are notified or added
         self._launch = start(function, args, sink=self._output, **how)
-
-    # ---- how it stands ------------------------------------------------------------------------------------
 
     @property
     def status(self) -> str:
@@ -94,9 +70,7 @@ class Execution:
     @property
     def waiting_for(self) -> str | None:
         """Which ranks have waited for others for at least 10 s, where those are, and whether they use CPU time."""
-        return self._launch.waiting_for
-
-    # ---- what its ranks recorded --------------------------------------------------------------------------
+        return self._launch.hangs.waiting_for
 
     @property
     def losses(self) -> list[float]:
@@ -107,7 +81,7 @@ class Execution:
     def metrics(self) -> Metrics:
         """What `ctx.log` and `evaluate=` logged so far: `run.metrics["eval loss"]` is a dict of the value by step.
 
-        `run.metrics.to_dataframe()` has those of all ranks.
+        `run.metrics.to_dataframe()` has the metrics of all ranks.
         """
         return self.trace.metrics
 
@@ -121,20 +95,15 @@ class Execution:
         return LiveFeed(self._launch.folder, self._launch.ranks, self._launch.meta)
 
     def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
-        """Put what was recorded so far on a clock.
-
-        Args:
-            hardware: the machine to replay it on, as a `Hardware` or the name of a catalogued machine
-                (`mk.hardware()` lists them); None: the one it ran on.
-            clock: "measured" (the wall clock) or "virtual" (every rank on a device of its own); None: measured on GPUs,
-                virtual on CPU processes, which share their cores.
-        """
+        """Put what was recorded so far on a clock; see `Run.timeline`."""
         return Timeline.of(self.trace, hardware, clock)
 
-    # ---- following it -------------------------------------------------------------------------------------
+    def look(self, observer: Any) -> None:
+        """Notify `observer` from now on, from the thread that follows the ranks.
 
-    def look(self, observer: Observer) -> None:
-        """Notify `observer` of everything from now on."""
+        It has `tick(execution)`, since something may have changed; `output(line)`, which a rank printed; and
+        `end(execution)`.
+        """
         with self._telling:
             self._observers.append(observer)
             if self.done:
@@ -174,32 +143,24 @@ class Execution:
                     getattr(observer, what)(value)
                 except Exception as error:
                     self._observers.remove(observer)
-                    trouble = f"{type(error).__name__}: {error}"
+                    warning = f"mpkit: a view of the run stopped ({one_line(error)}); the run goes on"
                     with suppress(OSError, ValueError):  # standard error may be closed
-                        print(
-                            f"mpkit: a view of the run stopped ({trouble}); the run goes on", file=sys.stderr
-                        )
+                        print(warning, file=sys.stderr)
 
 
-# ---- in a terminal -----------------------------------------------------------------------------------------------
-
-LINE_EVERY = 1.0, 30.0
-"""Seconds between two lines: in a terminal, where each replaces the last one; elsewhere, as in a job's log."""
-
-CLEAR = "\r\x1b[K"
-"""Moves to the beginning of a terminal's line and empties it."""
+LINE_EVERY = 1.0, 30.0  # seconds between lines: in a terminal, where one replaces the last; in a log
+CLEAR = "\r\x1b[K"  # moves to the beginning of a terminal's line and empties it
 
 
 class ProgressLine:
-    """Follows a run in rank 0's terminal: one line, renewed each second, with the loss and the bubble.
+    """Shows a run in rank 0's terminal: one line, renewed each second, with the loss and the bubble.
 
     Reading the trace takes longer as it grows, so at most 2 % of the time is spent on that.
     """
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
+        self._live, self._begun = sys.stderr.isatty(), time.monotonic()
         self._every = LINE_EVERY[0 if self._live else 1]
-        self._begun = time.monotonic()
         self._next = self._begun + self._every
         self._feed: LiveFeed | None = None
 
@@ -224,9 +185,8 @@ class ProgressLine:
         losses = list(run.losses)
         text = f"mpkit: {run.plan}: step {run.first_step + len(losses)} of {run.steps}"
         if losses:
-            text += (
-                f", loss {losses[-1]:.4g}, {seconds((time.monotonic() - self._begun) / len(losses))} per step"
-            )
+            pace = seconds((time.monotonic() - self._begun) / len(losses))
+            text += f", loss {losses[-1]:.4g}, {pace} per step"
         if timeline.steps:
             text += f", bubble {percent(timeline.bubble)}"
         if run.waiting_for:

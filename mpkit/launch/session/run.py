@@ -1,6 +1,6 @@
 """Run: a notebook's handle on a training that proceeds in other processes.
 
-A thread of this process follows the ranks, ten times per second, and notifies who looks. The run and its picture
+A thread of this process follows the ranks, ten times per second, and notifies observers. The run and its picture
 therefore proceed after the cell that started it has returned, and even while a later cell blocks.
 """
 
@@ -22,7 +22,7 @@ from mpkit.strategies.checkpoint.files import lock_folder
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.proof.proof_thread import ProofThread
 from mpkit.strategies.stage.shard import put_together_by_name
-from mpkit.timeline.token_routes import TokenRoutes, token_routes
+from mpkit.timeline.traffic import TokenRoutes, token_routes
 from mpkit.trace.attention_work import AttentionWork, attention_work_of
 from mpkit.trace.proof import Proof
 
@@ -46,6 +46,7 @@ class Run(Execution):
         plan: the Plan it follows.
         steps: the total number of steps, including those before the checkpoint that it resumes from.
         first_step: the number of the first step that this run does itself: 0, or where that checkpoint ends.
+        done: whether it is over: finished, stopped or failed.
 
     >>> import mpkit as mk
     >>> import tempfile, torch
@@ -85,21 +86,19 @@ class Run(Execution):
                 cluster.launch, job.plan.describe().split(". ")[0].rstrip("."), train, (job,), timeout=timeout,
                 meta=job.meta, modules=installed_modules(job.what.model), compares=False,
             )  # fmt: skip
-        except BaseException:
-            self._unlock()
-            raise
-        launch = self._launch
-        try:
+            launch = self._launch
             if not launch.leads:
                 job = job.without_proof("rank 0's process compares the steps, and has `run.proof`")
             self._proving = ProofThread(job, launch.folder, lambda: launch.losses)
-            if isinstance(launch, LaunchedRank):
-                if launch.leads and (show or (show is None and sys.stderr.isatty())):
-                    self._observers.append(ProgressLine())
-            elif show or (show is None and in_notebook()):
+            launched = isinstance(launch, LaunchedRank)
+            shows = show or (show is None and (sys.stderr.isatty() if launched else in_notebook()))
+            if shows and not launched:
                 self.show(board)
+            elif shows and launch.leads:
+                self._observers.append(ProgressLine())
         except BaseException:
-            launch.end()
+            if hasattr(self, "_launch"):
+                self._launch.end()
             self._unlock()
             raise
         self._thread = threading.Thread(target=self.follow, name="mpkit-run", daemon=True)
@@ -109,8 +108,6 @@ class Run(Execution):
     def _unlock(self) -> None:
         if self._folder_lock is not None:
             self._folder_lock.release()
-
-    # ---- while it runs ------------------------------------------------------------------------------------
 
     def work(self) -> Run:
         """Run this process's rank, which a launcher has started, in this thread, and wait for the others."""
@@ -167,12 +164,7 @@ class Run(Execution):
         return f"<Run of {self.plan}: {self.status}, {step}{at}{why}{proof}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        if self._dashboard is None:
-            return {"text/plain": repr(self)}
-        bundle: dict[str, Any] = self._dashboard.mimebundle()
-        return bundle
-
-    # ---- the thread ---------------------------------------------------------------------------------------
+        return {"text/plain": repr(self)} if self._dashboard is None else dict(self._dashboard.mimebundle())
 
     def follow(self) -> None:
         """Follow the ranks to their end, in the run's own thread; `wait` raises what they end with."""
@@ -202,7 +194,6 @@ class Run(Execution):
             self._launch.kill()
 
     def _note_end(self) -> None:
-        """Write into the trace how the run ended, and what is proved."""
         launch = self._launch
         if launch.error is not None:
             launch.trace.meta["failed"] = one_line(launch.error)
@@ -213,16 +204,10 @@ class Run(Execution):
     def _abandon(self) -> None:
         """Stop the ranks because the script ends while they still train."""
         try:
-            done = self.first_step + len(self.losses)
-            print(
-                f"mpkit: the script ended after step {done} of {self.steps}, and the ranks with it; "
-                "run.wait() waits for them",
-                file=sys.stderr,
-            )
+            ended = f"the script ended after step {self.first_step + len(self.losses)} of {self.steps}"
+            print(f"mpkit: {ended}, and the ranks with it; run.wait() waits for them", file=sys.stderr)
         finally:
             self.stop()
-
-    # ---- results ------------------------------------------------------------------------------------------
 
     @property
     def proof(self) -> Proof:
@@ -304,10 +289,8 @@ class Run(Execution):
                 "is in none of these times; mk.Batches(dataset, batch_size) loads on the ranks, where it counts."
             )
         if going:
-            done = self.first_step + len(self._launch.losses)
-            timeline.so_far = (
-                f"{done} of {self.steps} steps are done and the run goes on; run.wait() waits for its end"
-            )
+            done = f"{self.first_step + len(self._launch.losses)} of {self.steps} steps are done"
+            timeline.so_far = f"{done} and the run goes on; run.wait() waits for its end"
             timeline.notes.append(f"So far: {timeline.so_far}.")
         return timeline
 

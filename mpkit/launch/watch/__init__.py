@@ -3,6 +3,6 @@
 `mk.watch.step` and `mk.watch.span` are for such programs: they say what mpkit cannot see by itself.
 """
 
-from mpkit.launch.watch.span import span, step
+from mpkit.launch.watch.actions import span, step
 
 __all__ = ["span", "step"]

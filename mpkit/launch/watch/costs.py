@@ -10,8 +10,6 @@ gathered or sent (annotated "FSDP::"), what the optimizer takes for a moment and
 action counts as buffers, unless it is a parameter. What a backend copies for itself is not seen.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,14 +28,7 @@ from mpkit.trace.record.recorder import Recorder
 
 
 class WatchedCosts:
-    """The costs of one rank's actions.
-
-    Args:
-        record: the rank's recorder.
-        annotations: what the program says it is doing.
-        modules: the outermost modules.
-        optimizers: the optimizers that have stepped.
-    """
+    """The costs of one rank's actions; `modules` are the outermost ones, `optimizers` those that have stepped."""
 
     def __init__(
         self, record: Recorder, annotations: Annotations, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
@@ -53,15 +44,16 @@ class WatchedCosts:
         self._kind = Kind.DATA
         self._before = 0.0, 0
 
-    # ---- measured steps, and others
-
     def install(self) -> None:
         """Measure from here on, and count what is held already."""
         if self._mode is not None or torch.compiler.is_compiling():
             return
         self._ledger.be_quiet()
         self._ledger.forget()
-        self._count_what_is_held()
+        for thing in gc.get_objects():  # what the program made before: all tensors that Python knows of
+            if issubclass(type(thing), torch.Tensor):
+                category = "params" if issubclass(type(thing), nn.Parameter) else "buffers"
+                self._ledger.track(_local(thing), category)
         self._sort()
         self._ledger.be_awake()
         self._mode = OperatorCosts(self._ledger, self._category)
@@ -73,25 +65,13 @@ class WatchedCosts:
             self._mode.__exit__(None, None, None)
             self._mode = None
 
-    def _count_what_is_held(self) -> None:
-        """Count what the program made before: all tensors that Python knows of."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):
-                category = "params" if issubclass(type(thing), nn.Parameter) else "buffers"
-                self._ledger.track(_local(thing), category)
-
-    # ---- a step, and its actions
-
     def step_begins(self) -> None:
         """Begin a new sequence, with the next action."""
         self._sequence, self._begins_step = 0, True
 
     def begins(self, kind: Kind, name: str, inputs: Any = ()) -> float:
-        """Begin an action; return its FLOPs if they are known.
-
-        Args:
-            kind, name: the columns of its op.
-            inputs: its inputs: actions whose inputs have other shapes cost something else.
+        """Begin an action; return its FLOPs if they are known. With inputs of other shapes, an action costs something
+        else.
         """
         tensors = list(tensors_in(inputs))
         detail = torch.is_grad_enabled(), tuple([tensor.shape for tensor in tensors])
@@ -120,12 +100,9 @@ class WatchedCosts:
         if self._sequence in self._known:
             self._record.costs(op, *self._known[self._sequence])
 
-    # ---- categories
-
     def _category(self) -> str:
-        if self._annotations.innermost.startswith("FSDP::") or self._kind == Kind.OPTIMIZER:
-            return "buffers"
-        return "activations"
+        gathers = self._annotations.innermost.startswith("FSDP::")
+        return "buffers" if gathers or self._kind == Kind.OPTIMIZER else "activations"
 
     def _sort(self) -> None:
         """Put parameters, buffers, gradients and optimizer states into their categories."""
@@ -145,24 +122,18 @@ class WatchedCosts:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: of a DTensor its shard."""
+    """Return this rank's local part of a tensor: of a DTensor its shard."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-_DESUGARED = {"DTensor", "AsyncCollectiveTensor"}
-"""Tensors made of others: let them run first, then see the operators on the local tensors."""
+_DESUGARED = {"DTensor", "AsyncCollectiveTensor"}  # made of others, whose own operators count
 
 
 class OperatorCosts(TorchDispatchMode):
     """The mode that sees every operator of a measured step.
 
-    Args:
-        ledger: where memory is counted.
-        category: returns the category of memory that is taken now.
-
-    Attributes:
-        flops: FLOPs so far.
-        nbytes: bytes read and written so far.
+    `category` returns the category of the memory that is taken now. `flops` and `nbytes` (bytes read and written) are
+    sums so far.
     """
 
     def __init__(self, ledger: Ledger, category: Callable[[], str]) -> None:
