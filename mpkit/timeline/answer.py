@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class Basis(NamedTuple):
-    """What an answer rests on, in words.
-
-    Attributes:
-        measured: what was measured.
-        assumed: what is assumed.
-    """
+    """What was measured for an answer, and what is assumed, in words."""
 
     measured: str
     assumed: str
@@ -47,17 +42,11 @@ PROFILED = Basis(
 
 
 def basis_of(clock: str, meta: Mapping[str, Any], *, elsewhere: bool = False) -> Basis:
-    """Return what the times of a timeline rest on.
-
-    >>> basis_of("virtual", {}).assumed
-    'a link model and a core per rank'
-    """
+    """Return what the times of a timeline rest on; `elsewhere`: replayed on another machine."""
     if clock == "simulated":
         return SIMULATED
-    if "fake" in meta:
-        return DRY_RUN
-    if elsewhere:
-        return REPLAYED
+    if "fake" in meta or elsewhere:
+        return DRY_RUN if "fake" in meta else REPLAYED
     if "imported" in meta:
         return IMPORTED
     return WALL if clock == "measured" else VIRTUAL

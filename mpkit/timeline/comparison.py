@@ -20,8 +20,8 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import Answer, HasTimeline
-from mpkit.timeline.figures import stage_times
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
+from mpkit.timeline.metrics import stage_times
 from mpkit.timeline.simulation import simulate
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
@@ -79,19 +79,16 @@ class Comparison(WidgetResult, ChartedResult):
         """
         first, second = self._find_row(a, self.rows[0]), self._find_row(b, self.rows[-1])
         work = [first.work, second.work]
-        if _splits(first) != _splits(
-            second
-        ):  # if only one splits its backward in two, only whole backwards can be compared
+        splits = [any(op.startswith("weight grad") for op in each) for each in work]
+        if splits[0] != splits[1]:  # if only one splits its backwards in two, only whole ones can be compared
             work = [_whole_backwards(of) for of in work]
-        ops = list(dict.fromkeys([*work[0], *work[1]]))
+        ops = dict.fromkeys([*work[0], *work[1]])
         differences = {op: work[1].get(op, 0.0) - work[0].get(op, 0.0) for op in ops}
         return differences | {f"idle: {cause}": second.idle[cause] - first.idle[cause] for cause in CAUSES}
 
     def _find_row(self, name: str | None, default: ComparedStep) -> ComparedStep:
-        if name is None:
-            return default
-        for row in self.rows:
-            if row.name == name:
+        for row in (default,) if name is None else self.rows:
+            if name in (None, row.name):
                 return row
         raise ValueError(f"gap({name!r}): the timelines are {', '.join(repr(row.name) for row in self.rows)}")
 
@@ -154,12 +151,10 @@ def compare_timelines(given: Sequence[tuple[str, Any]]) -> Comparison:
         raise ValueError(
             "compare(): nothing to compare; give Timelines or finished Runs, such as compare(run)"
         )
-    return Comparison(
-        tuple(
-            ComparedStep.from_timeline(name, timeline, memory.get(name, 0.0))
-            for name, timeline in timelines.items()
-        )
+    steps = (
+        ComparedStep.from_timeline(name, each, memory.get(name, 0.0)) for name, each in timelines.items()
     )
+    return Comparison(tuple(steps))
 
 
 def _peak_memory(given: HasTimeline, timeline: Timeline) -> float:
@@ -171,11 +166,7 @@ def _peak_memory(given: HasTimeline, timeline: Timeline) -> float:
 
 
 def simulate_means(timeline: Timeline) -> Timeline:
-    """Simulate the schedule of a pipeline's timeline with the mean times per stage of its last step.
-
-    Raises:
-        ValueError: the timeline is not that of a pipeline.
-    """
+    """Simulate the schedule of a pipeline's timeline with the mean times per stage of its last step."""
     return simulate(Plan.from_json(timeline.meta["plan"]), **stage_times(timeline.last_step))
 
 
@@ -195,10 +186,6 @@ def _work(one: Timeline) -> dict[str, float]:
     return seconds_by_work
 
 
-def _splits(row: ComparedStep) -> bool:
-    return any(op.startswith("weight grad") for op in row.work)
-
-
 def _whole_backwards(work: Mapping[str, float]) -> dict[str, float]:
     """Merge the two halves of each stage's backward into one op."""
     merged: dict[str, float] = {}
@@ -210,15 +197,11 @@ def _whole_backwards(work: Mapping[str, float]) -> dict[str, float]:
 
 def _title(timeline: Timeline) -> str:
     """Return a title such as "1f1b, simulated"."""
-    plan = timeline.meta.get("plan")
     what = timeline.meta.get("schedule", "timeline")
-    if plan is not None:
-        known = Plan.from_json(plan)
-        what = (
-            known.describe().split(":")[0]
-            if known.pp == 1
-            else str(getattr(known.schedule, "name", known.schedule))
-        )
+    if "plan" in timeline.meta:
+        plan = Plan.from_json(timeline.meta["plan"])
+        schedule = str(getattr(plan.schedule, "name", plan.schedule))
+        what = plan.describe().split(":")[0] if plan.pp == 1 else schedule
     hardware = timeline.meta.get("hardware", "")
     on = f", on {hardware}" if hardware and timeline.clock != "simulated" else ""
     return f"{what}, {timeline.clock}{on}"

@@ -1,7 +1,5 @@
 """Diagnosis: what `timeline.diagnose()` returns: findings, each a reason why a step takes as long as it does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -36,17 +36,11 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Formula(NamedTuple):
-    """A volume according to theory.
+    """A volume according to theory."""
 
-    Attributes:
-        symbols: the formula as the papers write it, in elements.
-        words: what is sent.
-        of: a function from a rank to the bytes that it sends on the wire in a step.
-    """
-
-    symbols: str
-    words: str
-    of: Callable[[int], float]
+    symbols: str  # the formula as the papers write it, in elements
+    words: str  # what is sent
+    of: Callable[[int], float]  # from a rank to the bytes that it sends on the wire in a step
 
 
 class FormulaInputs:
@@ -144,9 +138,8 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
     """Return the formula for what a rank should send by this kind along this axis; None where none is known."""
     if known is None:
         return None
-    shard_group = join_axes(
-        name for name in known.mesh.parts("dp_shard", "cp") if name in long_axes(known.mesh)
-    )
+    mesh = known.mesh
+    shard_group = join_axes(name for name in mesh.parts("dp_shard", "cp") if name in long_axes(mesh))
     if axis == "tp":
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
@@ -156,7 +149,7 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
     if axis == "ep" and kind == Kind.ALL_TO_ALL:  # Ulysses' too, if the same ranks share sequences
-        if known.plan.get("cp_method") != "ulysses" or known.mesh.cp != known.mesh.ep:
+        if known.plan.get("cp_method") != "ulysses" or mesh.cp != mesh.ep:
             return _experts(known)
         both = _experts(known), _context(known, kind)
         return None if None in both else _sum(*both)
@@ -164,14 +157,11 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
 
 
 def _sum(*parts: Formula | None) -> Formula | None:
-    """Return what all formulas that there are count together."""
+    """Return the sum of the formulas that are known; None if none is."""
     there = [part for part in parts if part is not None]
-    if len(there) < 2:
-        return there[0] if there else None
-    symbols, words = (
-        "; ".join(dict.fromkeys(each)) for each in ([p.symbols for p in there], [p.words for p in there])
-    )
-    return Formula(symbols, words, lambda rank: sum(part.of(rank) for part in there))
+    symbols = "; ".join(dict.fromkeys(part.symbols for part in there))
+    words = "; ".join(dict.fromkeys(part.words for part in there))
+    return Formula(symbols, words, lambda rank: sum(part.of(rank) for part in there)) if there else None
 
 
 # ---- tp
@@ -188,9 +178,8 @@ def _tensor(known: FormulaInputs, kind: Kind) -> Formula | None:
     vocabulary = [2.0 * (embeddings * (1 + ends) + heads) for embeddings, heads in both]
     reduced, gathered = known["loss_bytes"] or (0.0, 0.0)
     loss = {Kind.ALL_REDUCE: 2.0 * reduced, Kind.ALL_GATHER: gathered}.get(kind, 0.0) * (1 + ends)
-    anew = int(
-        not any(known["split"])
-    )  # a backward that is not split gathers its input again for the weights
+    # A backward that is not split gathers its input again for the weights.
+    anew = int(not any(known["split"]))
     others: Sequence[float] = ()
     step: Sequence[float] = ()
     region, symbols = 0.0, ""
@@ -239,7 +228,6 @@ def _tensor(known: FormulaInputs, kind: Kind) -> Formula | None:
 
 
 def _tensor_symbols(region: float, more: str, loss: float) -> str:
-    """Write the formula as the papers do."""
     unit = "b s h (t-1)/t"
     told = [f"{2 * region:g} {unit} a layer"] if region else []
     if more:
@@ -287,9 +275,8 @@ def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
         symbols = f"{per_rank:g} |K, V| (c-1)/c"
         words = "keys and values round the ring: forward, backward, and their gradients"
     each = known.microbatches * per_rank * (c - 1) / c / known.mesh.tp
-    return Formula(
-        f"{symbols} an attention a micro-batch", words, lambda rank: known.total(tensors, rank) * each
-    )
+    symbols += " an attention a micro-batch"
+    return Formula(symbols, words, lambda rank: known.total(tensors, rank) * each)
 
 
 # ---- dp and ep

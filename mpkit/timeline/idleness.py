@@ -1,4 +1,4 @@
-"""Why a rank is idle: the time of a step in which it does not work, split by cause.
+"""Why a rank is idle: the time of a step in which it does not work, split by cause; and the bubble beside theory.
 
     data            how much would vanish if every rank had its share of the batch immediately
     imbalance       how much of the rest would vanish if all actions of a kind took their mean time on every rank
@@ -11,14 +11,13 @@
 More workers change the data, a better cut the imbalance, a faster link the communication, and a different schedule
 warm-up, dependency and cool-down.
 
-    step       the graph of the step (`mpkit.timeline.dependencies`): the pieces of each rank, and what each waits for
-    split      what each rank waits for from the step's begin to its end, played with the recorded times
-    charged    to each of the first three causes what the step saves if it is played without it; the order of the work
-               and who waits for whom do not change
+A step is a graph (`mpkit.timeline.dependencies`) that is played again: each of the first three causes is charged what
+the step saves without it. The order of the work and who waits for whom do not change.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.units import percent
+from mpkit.plan.mesh import axis_of
 from mpkit.timeline import metrics
-from mpkit.timeline.dependencies.build import graph_of, lies_within
-from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.dependencies.graph import Node, StepGraph, graph_of, lies_within
+from mpkit.timeline.traffic import members_of
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
@@ -91,30 +92,31 @@ def jitter_of(timeline: Timeline) -> float:
     """
     one = timeline.last_step
     step = _IdleStep(graph_of(one.spans, one.world_size, one.clock), one.spans)
-    idle = [float(step.split(took).sum()) for took in (step.graph.took, step.even)]
+    # Each action takes the mean of its kind and stage on its rank.
+    even = step.with_means(step.graph.took.copy(), of_ranks=False)
+    idle = [float(step.split(took).sum()) for took in (step.graph.took, even)]
     return max(idle[0] - idle[1], 0.0) / one.world_size
 
 
 def causes_of(graph: StepGraph, spans: Array) -> Array:
-    """Return the same for a step that is a graph already, of these spans."""
+    """Return `idle_by_cause` of a step that is a graph already, of these spans."""
     step = _IdleStep(graph, spans)
     causes = step.split(step.graph.took)
     if step.loads.any():
         _charge(causes, DATA, step.split(step.loaded_at_once))
     # The slowest rank would wait longer if all were equal: it keeps its times.
     equal = _charge(causes, IMBALANCE, step.split(step.equal))
-    at_once = [step.split(np.where(step.transfers, 0.0, took)) for took in (step.loaded_at_once, step.equal)]
+    transfers = graph.kind == Node.TRANSFER
+    at_once = [step.split(np.where(transfers, 0.0, took)) for took in (step.loaded_at_once, step.equal)]
     _charge(causes, COMMUNICATION, np.where(equal[:, None], at_once[1], at_once[0]))
     return causes
 
 
 def _charge(causes: Array, cause: int, without: Array) -> Array:
-    """Charge to a cause what ranks save without it, in place; return (ranks,) whether each saves something.
+    """Charge to a cause of CHARGED what ranks save without it, in place; return (ranks,) whether each saves something.
 
-    Args:
-        causes: (ranks, causes) seconds so far.
-        cause: of CHARGED.
-        without: (ranks, causes) seconds of the step played without this cause and those that were charged before.
+    `causes` has the seconds so far, (ranks, causes); `without` those of the step played without this cause and those
+    that were charged before.
     """
     earlier = CHARGED[: CHARGED.index(cause)]
     before = causes[:, earlier]
@@ -128,35 +130,22 @@ def _charge(causes: Array, cause: int, without: Array) -> Array:
 
 @dataclass
 class _IdleStep:
-    """A step's graph of n pieces, and which of these are work.
-
-    Attributes:
-        graph: the pieces.
-        spans: of the step, one row for each of `graph.row`.
-    """
+    """A step's graph of n pieces, and which of these are work."""
 
     graph: StepGraph
-    spans: Array
+    spans: Array  # of the step, one row for each of `graph.row`
 
     @cached_property
     def work(self) -> Array:
         """(n,) whether a piece is a part of an action, or a copy within one."""
-        actions = (
-            (self.spans["lane"] == Lane.COMPUTE)
-            & (self.spans["depth"] == 0)
-            & (self.spans["kind"] != Kind.WAIT)
-        )
+        spans = self.spans
+        actions = (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0) & (spans["kind"] != Kind.WAIT)
         return np.asarray((self.graph.kind == Node.WORK) & self._with_copies(actions))
 
     @cached_property
     def loads(self) -> Array:
         """(n,) whether a piece loads the rank's share of the batch, or is a copy within that."""
         return np.asarray((self.graph.kind == Node.WORK) & self._with_copies(self.spans["lane"] == Lane.DATA))
-
-    @property
-    def transfers(self) -> Array:
-        """(n,) whether a piece is communication under way."""
-        return np.asarray(self.graph.kind == Node.TRANSFER)
 
     def _with_copies(self, these: Array) -> Array:
         """Return (n,) whether a piece belongs to one of these spans, or is a copy within one of the same rank."""
@@ -180,14 +169,9 @@ class _IdleStep:
         one stage more often than those of another.
         """
         took = np.where(self.graph.kind == Node.BEFORE, 0.0, self.loaded_at_once)
-        return self._with_means(took, of_ranks=True)
+        return self.with_means(took, of_ranks=True)
 
-    @cached_property
-    def even(self) -> Array:
-        """(n,) seconds of the pieces if each action took the mean of its kind and stage on its rank."""
-        return self._with_means(self.graph.took.copy(), of_ranks=False)
-
-    def _with_means(self, took: Array, *, of_ranks: bool) -> Array:
+    def with_means(self, took: Array, *, of_ranks: bool) -> Array:
         """Return (n,) seconds in which actions take their mean: of their kind on all ranks, or of their own place."""
         row = self.graph.row[self.work]
         of_row = np.bincount(row, took[self.work], len(self.spans))
@@ -237,7 +221,7 @@ class _IdleStep:
         return causes
 
     def _parts(self, piece: int, ends: Array, waiting: int) -> list[tuple[int, float]]:
-        """Return of what a piece consists, in order: the cause, -1 for work, and when it ends."""
+        """Return the parts of a piece in order: the cause, -1 for work, and when it ends."""
         end = float(ends[piece])
         if self.work[piece]:
             return [(-1, end)]
@@ -253,3 +237,70 @@ def _means(values: Array, of: Array, groups: int) -> Array:
     """Return the mean of the values of each group, (groups,)."""
     count = np.bincount(of, minlength=groups)
     return np.asarray(np.bincount(of, values, groups) / np.maximum(count, 1))
+
+
+APART = 0.02  # how far a bubble may be from theory without a word
+JITTER = "jitter (equal actions took unlike times)"
+"""The part of the imbalance that the plan does not cause: CPU ranks share cores."""
+LEAST = 0.005  # the least share of a step that is named
+
+
+def bubble_words(theory: float, timeline: Timeline | None = None) -> str:
+    """Return the bubble in theory, were all stages equal and communication free; if the measured one differs, why.
+
+    >>> import mpkit as mk
+    >>> plan = mk.Plan.gpipe(3, 4)
+    >>> bubble_words(1 / 3, mk.simulate(plan))
+    'Bubble in theory, were all stages equal: 33.3 %.'
+    >>> bubble_words(1 / 3, mk.simulate(plan, forward=[1, 1, 2], hop=0.25))
+    'Bubble in theory, were all stages equal: 33.3 %. The 42.0 % here: 28.0 % schedule, 9.7 % imbalance,
+    4.3 % communication (pp).'
+    """
+    words = f"Bubble in theory, were all stages equal: {percent(theory)}."
+    if timeline is None or not len(metrics.work(timeline.spans)) or abs(timeline.bubble - theory) < APART:
+        return words
+    whole = timeline.step_time
+    mean = idle_by_cause(timeline).mean(axis=0) / whole if whole else np.zeros(len(CAUSES))
+    shares: dict[str, float] = defaultdict(float)
+    for cause, share in zip(CAUSES, mean.tolist(), strict=True):
+        shares["schedule" if cause in SCHEDULED else cause] += share
+    if shares["imbalance"] >= LEAST and timeline.clock == "virtual":
+        shares[JITTER] = min(jitter_of(timeline) / whole, shares["imbalance"])
+        shares["imbalance"] -= shares[JITTER]
+    axes = _axes(timeline) if shares["communication"] >= LEAST else ""
+    named = [
+        f"{percent(share)} {cause}{f' ({axes})' if cause == 'communication' and axes else ''}"
+        for cause, share in sorted(shares.items(), key=lambda each: (each[0] != "schedule", -each[1]))
+        if share >= LEAST
+    ]
+    return f"{words} The {percent(timeline.bubble)} here: {', '.join(named)}."
+
+
+def _axes(timeline: Timeline) -> str:
+    """Return the axes whose communication nothing hides, each a tenth of it or more, the longest first.
+
+    A wait inside an action exposes the communication that it waits for, and no other.
+    """
+    spans = (one := timeline.last_step).spans
+    calls = np.flatnonzero(spans["lane"] == Lane.COMM)
+    axis_of_row = dict(zip(calls.tolist(), (_axis(one, spans[row]) for row in calls), strict=True))
+    axes = np.array([axis_of_row.get(row, "") for row in range(len(spans))])
+    compute = spans["lane"] == Lane.COMPUTE
+    causes = np.where(spans["cause"] >= 0, axes[spans["cause"]], "") if len(spans) else axes
+    awaits_other = (spans["kind"] == Kind.WAIT) & (causes != "")
+    exposed: dict[str, float] = defaultdict(float)
+    for rank in np.unique(spans["rank"][calls]).tolist():
+        mine = spans["rank"] == rank
+        for axis in {axis_of_row[row] for row in calls[mine[calls]].tolist()}:
+            comm = spans[mine & (spans["lane"] == Lane.COMM) & (axes == axis)]
+            others = awaits_other & (causes != axis)
+            exposed[axis] += metrics.exposed_seconds(comm, spans[mine & compute & ~others])
+    total = sum(exposed.values())
+    ordered = sorted(exposed.items(), key=lambda each: -each[1])
+    return ", ".join(axis for axis, time in ordered if axis and time >= 0.1 * total)
+
+
+def _axis(timeline: Timeline, call: npt.NDArray[Any]) -> str:
+    kind, rank, group, peer = (int(call[name]) for name in ("kind", "rank", "group", "peer"))
+    members = members_of(timeline, kind, rank, group, peer)
+    return axis_of(timeline.mesh, members, timeline.meta, exchange=kind == Kind.ALL_TO_ALL)

@@ -57,18 +57,14 @@ def clock_notes(meta: Mapping[str, Any]) -> list[str]:
     for clock in clocks:
         offset, drift = float(clock["offset"]), float(clock["drift"])
         worst = max(worst, float(clock["residual"]))
-        way = f"{_spelt(abs(offset))} {'ahead' if offset < 0 else 'behind'}"
+        by = f"{abs(offset):.4g} s" if abs(offset) >= 0.1 else seconds(abs(offset))
+        way = f"{by} {'ahead' if offset < 0 else 'behind'}"
         each.append(f"{clock['host']} ({way}{f', {seconds(drift)} of drift' if drift else ''})")
-    whose = "The clock of" if len(each) == 1 else "The clocks of"
-    was = "was" if len(each) == 1 else "were"
+    whose, was = ("The clock of", "was") if len(each) == 1 else ("The clocks of", "were")
     names = ", ".join(each[:3]) + (f" and {len(each) - 3} more hosts" if len(each) > 3 else "")
     return [
         f"{whose} {names} {was} put on rank 0's, to within {seconds(worst)} (half of a round trip through the store)."
     ]
-
-
-def _spelt(offset: float) -> str:
-    return f"{offset:.4g} s" if offset >= 0.1 else seconds(offset)
 
 
 def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
@@ -80,11 +76,8 @@ def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
     watched = trace.meta.get("watched") and any(len(rank.memory) for rank in trace.ranks)
     repeated = [REPEATED] if watched else []
     if elsewhere and any(len(rank.samples) for rank in trace.ranks):
-        return [
-            *repeated,
-            "Samples of GPUs belong to the machine of the run: mk.Timeline.of(trace).device_samples has them, without "
-            "hardware=.",
-        ]
+        where = "mk.Timeline.of(trace).device_samples has them, without hardware=."
+        return [*repeated, f"Samples of GPUs belong to the machine of the run: {where}"]
     why = trace.meta.get("gpus_not_sampled", "")
     return repeated + ([str(why)] if why and not elsewhere else [])
 

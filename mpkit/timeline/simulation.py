@@ -5,8 +5,6 @@ simulate       these records, replayed on a device that does a second of work pe
 followed_by    what all ranks do when their micro-batches are done: collectives, and the optimizer
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -100,18 +98,11 @@ def simulate(
 def _records(
     schedule: Schedule, rank: int, row: Sequence[Action], took: dict[str, list[float]], again: list[float], steps: int
 ) -> RankTrace:  # fmt: skip
-    """Return what a rank would record.
+    """Return what a rank would record that runs its row with messages (`lower`) `steps` times.
 
     An op's FLOPs are its seconds, since the device does one per second. Op i lasts from 2i + 1 to 2i + 2 on the wall
-    clock, which nothing but the order of memory depends on.
-
-    Args:
-        schedule: the schedule without messages.
-        rank: the rank.
-        row: its row with messages (`lower`).
-        took: seconds by kind of action, then by stage.
-        again: seconds by stage for a forward that is computed again.
-        steps: how often it runs the row.
+    clock, on which only the order of memory depends. `took` has the seconds by kind of action, then by stage; `again`,
+    by stage, those of a forward that is computed again.
     """
     holders, per_step = schedule.stage_to_rank, schedule.microbatches
     computed = [action for action in row if action.kind in COMPUTE]
@@ -169,22 +160,14 @@ def _tables(ops: list[tuple[Any, ...]], held: list[tuple[int, int, int]]) -> tup
 
 
 def whole_backward(backward: Times | None, i: Sequence[float], w: Sequence[float]) -> list[float]:
-    """Return the seconds per backward that is not split, by stage: as given, or the sum of its halves.
-
-    Raises:
-        ValueError: as for `by_stage`.
-    """
+    """Return the seconds per backward that is not split, by stage: as given, or the sum of its halves."""
     if backward is None:
         return [a + b for a, b in zip(i, w, strict=True)]
     return by_stage("backward", backward, len(i))
 
 
 def by_stage(name: str, value: object, stages: int) -> list[float]:
-    """Return seconds per stage, from one number or one per stage.
-
-    Raises:
-        ValueError: one is negative or infinite, or their number differs from the number of stages.
-    """
+    """Return seconds per stage, from one number or one per stage; a ValueError says which number is wrong."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return [time_of(name, value)] * stages
     given = [time_of(name, each) for each in value]
@@ -197,11 +180,7 @@ def by_stage(name: str, value: object, stages: int) -> list[float]:
 
 
 def time_of(name: str, value: object) -> float:
-    """Return seconds as a float.
-
-    Raises:
-        ValueError: the value is not a number, or is negative or infinite.
-    """
+    """Return seconds as a float; a ValueError for anything but a finite number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise ValueError(f"{name}={value!r}: a time is a number of seconds, such as {name}=1.0")
     if not isfinite(value) or value < 0:
@@ -213,11 +192,9 @@ def time_of(name: str, value: object) -> float:
 
 
 def followed_by(timeline: Timeline, phases: Iterable[tuple[str, Kind, float]]) -> Timeline:
-    """Return a timeline of one step whose ranks do some more, each when it is done with what it has done before.
+    """Return the timeline of one step with more phases (name, kind, seconds) behind it, on all ranks.
 
-    Args:
-        timeline: the step.
-        phases: in order: the name, the kind and the seconds. A collective of all ranks begins when the last has come.
+    A rank begins a phase when it is done with the one before; a collective begins when the last rank has come.
     """
     spans, names = timeline.spans, list(timeline.names)
     ranks = np.arange(timeline.world_size)

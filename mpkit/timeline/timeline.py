@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.common.disk import write_whole
 from mpkit.common.display import data_frame, draw, write_text
@@ -18,10 +19,10 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.plan.mesh import Mesh, mesh_of
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
-from mpkit.timeline.figures import Figures, stage_times
+from mpkit.timeline.metrics import Figures, stage_times
 from mpkit.timeline.notes import clock_notes, failure_notes, placement_notes, proof_notes, sample_notes
-from mpkit.timeline.replay import ReplayResult, replay
-from mpkit.trace import Kind, Lane
+from mpkit.timeline.replay import Replay, ReplayResult, replay
+from mpkit.trace import Kind, Lane, read_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from mpkit.devices.hardware import Hardware
     from mpkit.timeline.dependencies.critical_path import CriticalPath
     from mpkit.timeline.findings import Diagnosis
-    from mpkit.timeline.traffic import CommMatrix
-    from mpkit.timeline.volume import CommVolume
+    from mpkit.timeline.traffic import CommMatrix, CommVolume
     from mpkit.trace import Trace
 
 
@@ -176,7 +176,7 @@ class Timeline(ReplayResult, Figures, Answer):
         Raises:
             ValueError: there is no such rank.
         """
-        from mpkit.timeline.volume import comm_volume
+        from mpkit.timeline.traffic import comm_volume
 
         return comm_volume(self, rank)
 
@@ -307,3 +307,25 @@ def _ranges(numbers: list[int]) -> str:
     if whole and len(numbers) > 2:
         return f"steps {numbers[0]} to {numbers[-1]}"
     return "steps " + ", ".join(map(str, numbers)) if len(numbers) > 1 else f"step {numbers[0]}"
+
+
+class LiveFeed:
+    """The records of a run in progress, read as they grow and replayed immediately.
+
+    `names` has the strings that the spans refer to; the list grows.
+    """
+
+    def __init__(self, folder: Path, ranks: int, meta: dict[str, Any]) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._replay = Replay(ranks, meta=meta)
+        self.names = self._replay.names
+
+    def advance(self) -> npt.NDArray[Any]:
+        """Return the spans, (n,) of `SPAN`, that follow from what was recorded since the last call."""
+        for rank in range(self._ranks) if self._folder.is_dir() else ():  # it goes when the run is over
+            self._replay.feed(rank, read_rank(self._folder, rank))
+        return self._replay.advance()
+
+    def timeline(self) -> Timeline:
+        """Return the timeline of everything so far."""
+        return Timeline.from_replay(self._replay.collect())

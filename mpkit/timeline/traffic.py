@@ -1,4 +1,4 @@
-"""Who sends how much to whom: the bytes of a step from rank to rank, by axis of the mesh.
+"""Who sends how much to whom in a step: from rank to rank, per rank beside the formulas, and tokens to their experts.
 
     message      the whole payload, from its sender to its receiver
     ring         all-reduce, all-gather, reduce-scatter, broadcast, reduce: each rank sends its share of the
@@ -7,6 +7,9 @@
                  recorded for each, or 1/n where that is not known, as in older traces
 
 This is what the algorithms of the papers send. A backend may use another algorithm (NCCL uses a tree for few bytes).
+
+Rows of tokens that travel to experts (all-to-alls along ep) are counted as they were sent and returned. The formula has
+uniform routing, by which (n-1)/n of the rows leave their rank (Lepikhin et al., "GShard", ICLR 2021, section 3.2).
 """
 
 from __future__ import annotations
@@ -18,46 +21,39 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import ChartedResult
+from mpkit.common.display import ChartedResult, DrawnResult, draw
+from mpkit.common.units import percent
 from mpkit.devices.hardware import wire_factor
-from mpkit.plan.mesh import AXIS_INKS, Mesh, axis_of, place_text
+from mpkit.plan.mesh import AXIS_INKS, Mesh, axis_of, mesh_of, place_text
+from mpkit.timeline.formulas import FormulaInputs, formula_of
+from mpkit.timeline.metrics import active
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
+    from mpkit.trace import Trace
+    from mpkit.trace.expert_load import Rows
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What one rank sends by one kind of communication in one group, all calls together.
+    """What one rank sends by one kind of communication in one group, all calls together."""
 
-    Attributes:
-        rank: the sender.
-        axis: the axis along which the group lies.
-        kind: the kind of communication.
-        calls: the number of calls.
-        payload: bytes of the tensors.
-        to: bytes by receiver, on the wire.
-        even: bytes on the wire if each receiver got as much.
-    """
-
-    rank: int
-    axis: str
+    rank: int  # the sender
+    axis: str  # along which the group lies
     kind: Kind
     calls: int
-    payload: int
-    to: Mapping[int, float]
-    even: float
+    payload: int  # bytes of the tensors
+    to: Mapping[int, float]  # bytes by receiver, on the wire
+    even: float  # bytes on the wire if each receiver got as much
 
 
 def flows(timeline: Timeline) -> list[Flow]:
     """Return what the ranks sent in the last complete step, by axis, then rank. A receive counts as a send."""
-    from mpkit.timeline import metrics
-
     mesh, listed = timeline.mesh, []
     steps = timeline.steps
     spans = timeline.spans[timeline.spans["step"] == steps[-1]] if steps else timeline.spans
-    comm = metrics.active(spans)
+    comm = active(spans)
     comm = comm[(comm["lane"] == Lane.COMM) & (comm["kind"] != Kind.RECV)]
     same = np.stack([comm[name] for name in ("rank", "kind", "group", "peer")])
     uneven = _uneven_parts(timeline, steps[-1] if steps else None)
@@ -89,7 +85,7 @@ def _uneven_parts(timeline: Timeline, step: int | None) -> dict[tuple[int, int],
 
 
 def unknown_payloads(timeline: Timeline) -> int:
-    """Return how many communications of the last complete step have bytes that an imported file does not tell."""
+    """Count the communications of the last complete step whose bytes an imported file does not tell."""
     if "imported" not in timeline.meta:
         return 0
     steps, spans = timeline.steps, timeline.spans
@@ -98,7 +94,7 @@ def unknown_payloads(timeline: Timeline) -> int:
 
 
 def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> Iterator[tuple[int, float]]:
-    """Yield to whom a rank sends when its group communicates, and what fraction of the payload.
+    """Yield the receivers of what a rank sends when its group communicates, with their fraction of the payload.
 
     >>> list(sent_to(Kind.ALL_REDUCE, (0, 1, 2, 3), rank=3)), list(sent_to(Kind.SEND, (0, 2), rank=0, peer=2))
     ([(0, 1.5)], [(2, 1.0)])
@@ -123,17 +119,12 @@ def members_of(timeline: Timeline, kind: int, rank: int, group: int, peer: int) 
     """Return the ranks that take part in a rank's call; `group` and `peer` are those of its span."""
     if kind in (Kind.SEND, Kind.RECV):
         return min(rank, peer), max(rank, peer)
-    exchange = kind == Kind.ALL_TO_ALL
-    return _members(timeline.names[group], timeline.world_size, timeline.mesh, rank, exchange=exchange)
-
-
-def _members(
-    group: str, ranks: int, mesh: Mesh | None, rank: int, *, exchange: bool = False
-) -> tuple[int, ...]:
-    """Return the ranks in a group's name, "0,1,2,3"; if it cannot be read, this rank alone."""
-    members = tuple(int(part) for part in group.split(",") if part.isdigit() and int(part) < ranks)
+    mesh, name = timeline.mesh, timeline.names[group]  # such as "0,1,2,3"
+    members = tuple(
+        int(part) for part in name.split(",") if part.isdigit() and int(part) < timeline.world_size
+    )
     if rank not in members:  # a fake trace: this rank has the records of a rank that does the same elsewhere
-        axis = axis_of(mesh, members, exchange=exchange) if members else ""
+        axis = axis_of(mesh, members, exchange=kind == Kind.ALL_TO_ALL) if members else ""
         members = mesh.group(rank, *axis.split(" x ")) if mesh and axis else (rank,)
     return members
 
@@ -211,3 +202,186 @@ def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:
         unknown_payloads(timeline),
         mesh,
     )
+
+
+@dataclass(frozen=True)
+class VolumeRow:
+    """What a rank sends in a step by one kind of communication along one axis.
+
+    Attributes:
+        axis: such as "tp", or "dp x cp" for groups that span both.
+        kind: the kind of communication, such as "all_reduce".
+        calls: the number of calls.
+        payload: bytes of the tensors of all calls.
+        wire: bytes that the rank sends for them.
+        symbols: the formula, in elements; "" if there is none.
+        words: what is sent according to the formula.
+        expected: bytes on the wire according to the formula; None if there is none or its inputs are not known.
+        even: bytes on the wire if each rank of an all-to-all got as much of its payload.
+    """
+
+    axis: str
+    kind: str
+    calls: float
+    payload: float
+    wire: float
+    symbols: str = ""
+    words: str = ""
+    expected: float | None = None
+    even: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """The bytes sent divided by those that the formula expects."""
+        return self.wire / self.expected if self.expected else None
+
+    @property
+    def moved_more(self) -> float:
+        """How many more bytes left the rank along ep than if it sent as much to each, as a share."""
+        is_of_rows = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word
+        return self.wire / self.even - 1 if is_of_rows and self.even else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class CommVolume:
+    """What a rank sends in a step; it prints as a table, and shows one in a notebook.
+
+    Attributes:
+        rows: one row per axis and kind.
+        of: the rank and the step, in words.
+        unknown: how many communications are left out, since the trace does not tell their bytes.
+        mesh: the mesh of the ranks; None if it is not known.
+        rank: whose volume it is; None for the average of all.
+    """
+
+    rows: tuple[VolumeRow, ...]
+    of: str
+    unknown: int = 0
+    mesh: Mesh | None = None
+    rank: int | None = None
+
+    @property
+    def note(self) -> str:
+        """How many more or fewer rows left for their experts than the formula says; "" if as many did."""
+        moved = next((each for row in self.rows if abs(each := row.moved_more) > 1e-3), 0.0)
+        whose = "a rank's rows" if self.rank is None else f"the rows of rank {self.rank}"
+        if not moved:
+            return ""
+        return (
+            f"ep: of {whose} {percent(abs(moved))} {'more' if moved > 0 else 'fewer'} left than under uniform routing, "
+            "which the formula has; comm_matrix('ep') has each pair of ranks."
+        )
+
+    def __str__(self) -> str:
+        return str(draw(self, "text"))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return str(draw(self, "html"))
+
+
+def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
+    """Return the volume of a timeline's last complete step; see `Timeline.comm_volume`."""
+    n, steps = timeline.world_size, timeline.steps
+    if rank is not None and rank not in range(n):
+        raise ValueError(
+            f"comm_volume(rank={rank!r}): this timeline has ranks 0 to {n - 1}; None for their average"
+        )
+    ranks = range(n) if rank is None else [rank]
+    known = FormulaInputs.from_meta(timeline.meta, n)
+    groups: dict[tuple[str, Kind], list[Flow]] = {}
+    for flow in flows(timeline):
+        if flow.rank in ranks and flow.payload:
+            groups.setdefault((flow.axis, flow.kind), []).append(flow)
+    rows = []
+    for (axis, kind), mine in groups.items():
+        formula = formula_of(known, axis, kind)
+        sums = zip(
+            *((each.calls, each.payload, sum(each.to.values()), each.even) for each in mine), strict=True
+        )
+        calls, payload, wire, even = (sum(each) / len(ranks) for each in sums)
+        symbols, words = ("", "") if formula is None else formula[:2]
+        expected = None if formula is None else sum(map(formula.of, ranks)) / len(ranks)
+        rows.append(VolumeRow(axis, kind.word, calls, payload, wire, symbols, words, expected, even))
+    whose = f"a rank sends, on average over {n}" if rank is None else f"rank {rank} sends"
+    unknown = unknown_payloads(timeline)
+    where = f", in step {steps[-1]}" if steps else ""
+    where += f", without {unknown:,} communications of unknown bytes" if unknown else ""
+    return CommVolume(tuple(rows), f"What {whose}{where}", unknown, timeline.mesh, rank)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRoutes(DrawnResult):
+    """The rows of one layer in one step: prints as a matrix, and shows itself as ribbons from rank to rank.
+
+    >>> routes = TokenRoutes("block0", 3, (0, 1), np.array([[3.0, 1.0], [4.0, 0.0]]), ((0, 1), (0, 1)))
+    >>> routes.matrix.tolist(), routes.moved_share
+    ([[3.0, 1.0], [4.0, 0.0]], 0.625)
+
+    Attributes:
+        layer: the layer's name.
+        step: the number of the step.
+        ranks: those that have tokens for this layer.
+        rows: [ranks, E], how many rows of each rank's tokens each expert computed.
+        owners: [ranks, E], the rank that computed them.
+    """
+
+    layer: str
+    step: int
+    ranks: tuple[int, ...]
+    rows: Rows
+    owners: tuple[tuple[int, ...], ...]
+
+    @property
+    def matrix(self) -> Rows:
+        """[ranks, ranks]: how many rows each rank sent to the experts of each other one, and to its own."""
+        matrix = np.zeros((len(self.ranks), len(self.ranks)))
+        for sender, owners in enumerate(self.owners):
+            np.add.at(matrix[sender], [self.ranks.index(owner) for owner in owners], self.rows[sender])
+        return matrix
+
+    @property
+    def moved_share(self) -> float:
+        """The share of rows that another rank computed."""
+        matrix = self.matrix
+        return float(1 - np.trace(matrix) / max(matrix.sum(), 1.0))
+
+    __repr__ = DrawnResult.__str__
+
+
+def token_routes(trace: Trace, layer: str = "", step: int = -1) -> TokenRoutes:
+    """Return where the tokens of a step went.
+
+    Args:
+        trace: of a run whose model has experts.
+        layer: a part of the layer's name; "": the first layer.
+        step: the step's place among those that were counted; -1: the last one.
+
+    Raises:
+        ValueError: no rows were counted, or there is no such layer or step; the message lists those that exist.
+    """
+    if not isinstance(layer, str):
+        raise ValueError(
+            f"token_routes({layer!r}): a layer is a name or a part of one, as in token_routes('block1', 2)"
+        )
+    load = trace.expert_load
+    names = [name for name in load.sent if layer in name]
+    exact = [name for name in names if name in (layer, f"{layer}.mlp.experts")]
+    if not names or (layer and len(names) > 1 and not exact):
+        raise ValueError(
+            f"token_routes({layer!r}): {'several layers are' if names else 'no layer is'} called so; the layers with "
+            f"experts are {', '.join(load.sent)}"
+        )
+    name = (exact or names)[0]
+    sent = load.sent[name]
+    if not -len(sent) <= step < len(sent):
+        raise ValueError(f"token_routes(step={step}): the trace has {len(sent)} steps, 0 to {len(sent) - 1}")
+    mesh, columns = mesh_of(trace.meta, trace.world_size), sent.shape[2]
+    counted = [int(rank) for rank in np.flatnonzero(sent.sum(axis=(0, 2)))]
+    groups = {rank: (rank,) if mesh is None or mesh.ep == 1 else mesh.group(rank, "ep") for rank in counted}
+    ranks = tuple(sorted({rank for group in groups.values() for rank in group}))
+    of = [groups.get(rank, (rank,)) for rank in ranks]
+    owners = tuple(tuple(group[at * len(group) // columns] for at in range(columns)) for group in of)
+    number = load.first + step % len(sent)
+    return TokenRoutes(name, number, ranks, sent[step][list(ranks)], owners)

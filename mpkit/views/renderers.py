@@ -3,8 +3,6 @@
 A result with a "chart" is drawn from it in every form that it has no function of its own for (`charted`).
 """
 
-from __future__ import annotations
-
 RESULTS = "mpkit.views.results"
 
 RENDERERS = {

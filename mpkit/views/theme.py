@@ -7,8 +7,6 @@
 What the colours of operations, memory and idle time mean is in `colours`; those of the mesh's axes are in `plan.mesh`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap

@@ -6,9 +6,7 @@ is the rank's own previous operation, or a communication; and before a communica
 Waiting is charged to the rank that came last (`StepWaiting`), until it came; after that to the link.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.display import WidgetResult
-from mpkit.timeline.dependencies.build import graph_of
-from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.dependencies.graph import Node, StepGraph, graph_of
 from mpkit.timeline.replay.spans import ReplayResult
 from mpkit.trace import Kind
 
@@ -27,19 +24,12 @@ MESSAGES = (Kind.SEND, Kind.RECV)
 
 @dataclass(frozen=True)
 class StepWaiting:
-    """The waiting of one step.
+    """The waiting of one step."""
 
-    Attributes:
-        ranks: (ranks, ranks) seconds: in row r what rank r waits for each rank that had not come yet.
-        under_way: (ranks,) seconds that a rank waits for communication that has begun.
-        last: (ranks,) to how many collectives each rank came last.
-        collectives: how many collectives have a rank that came last.
-    """
-
-    ranks: Array
-    under_way: Array
-    last: Array
-    collectives: int
+    ranks: Array  # (ranks, ranks) seconds: in row r what rank r waits for each rank that had not come yet
+    under_way: Array  # (ranks,) seconds that a rank waits for communication that has begun
+    last: Array  # (ranks,) to how many collectives each rank came last
+    collectives: int  # how many collectives have a rank that came last
 
 
 def waiting_of(graph: StepGraph, spans: Array) -> StepWaiting:
@@ -54,20 +44,17 @@ def waiting_of(graph: StepGraph, spans: Array) -> StepWaiting:
             continue
         own = max((graph.ends[need] for need in needs if need not in causes), default=0.0)
         end, ready = float(graph.ends[number]), graph.ready_of.get(causes[0])
-        came = min(max(float(graph.ends[ready]) if ready is not None else own, own), end)
-        late = int(graph.rank[ready]) if ready is not None else rank
+        came, late = (own, rank) if ready is None else (float(graph.ends[ready]), int(graph.rank[ready]))
+        came = min(max(came, own), end)
         if late != rank and came > own:
             waits[rank, late] += came - own
         under_way[rank] += end - (came if late != rank else own)
-    counted = 0
     for ready in sorted(set(graph.ready_of.values())):
         if Kind(int(spans["kind"][graph.row[ready]])) in MESSAGES:
             continue
         times = sorted(graph.ends[need] for need in graph.needs[ready])
-        if len(times) > 1 and times[-1] - times[-2] > close:
-            counted += 1
-            last[graph.rank[ready]] += 1
-    return StepWaiting(waits, under_way, last, counted)
+        last[graph.rank[ready]] += len(times) > 1 and times[-1] - times[-2] > close
+    return StepWaiting(waits, under_way, last, int(last.sum()))
 
 
 WORDS = {Node.GAP: "gap", Node.BEFORE: "before the step"}
@@ -138,8 +125,7 @@ class CriticalPath(WidgetResult):
     @property
     def by_kind(self) -> dict[str, float]:
         """Seconds of the path by kind of operation, the most first."""
-        sums = self._sums("kind")
-        return dict(sorted(sums.items(), key=lambda each: -each[1]))
+        return dict(sorted(self._sums("kind").items(), key=lambda each: -each[1]))
 
     @cached_property
     def waiting(self) -> StepWaiting:
@@ -208,20 +194,14 @@ def critical_path(timeline: ReplayResult, step: int) -> CriticalPath:
         took = float(graph.took[piece])
         if took <= 0 and ends[piece] - took <= 0:
             continue
-        op = _op(timeline, graph, piece, ends[piece] - took, ends[piece])
+        row = int(graph.row[piece])
+        span = timeline.spans[row]
+        word = WORDS.get(Node(int(graph.kind[piece]))) or Kind(int(span["kind"])).word
+        place = int(span["stage"]), int(span["microbatch"]), timeline.names[span["name"]]
+        op = PathOp(row, int(graph.rank[piece]), word, *place, ends[piece] - took, ends[piece])
         if op.seconds <= 0:
             continue
         if ops and (ops[-1].row, ops[-1].kind) == (op.row, op.kind):
-            op = PathOp(op.row, op.rank, op.kind, op.stage, op.microbatch, op.name, ops.pop().start, op.end)
+            op = replace(op, start=ops.pop().start)
         ops.append(op)
     return CriticalPath(timeline, step, tuple(ops), graph)
-
-
-def _op(timeline: ReplayResult, graph: StepGraph, piece: int, start: float, end: float) -> PathOp:
-    row, kind = int(graph.row[piece]), Node(int(graph.kind[piece]))
-    span = timeline.spans[row]
-    word = WORDS.get(kind) or Kind(int(span["kind"])).word
-    name = timeline.names[span["name"]]
-    return PathOp(
-        row, int(graph.rank[piece]), word, int(span["stage"]), int(span["microbatch"]), name, start, end
-    )

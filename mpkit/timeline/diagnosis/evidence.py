@@ -1,7 +1,5 @@
 """Evidence: what rules look at: one step as a graph, its machine and its plan."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,36 +27,23 @@ WORTH = 0.02
 
 
 class StepWork(NamedTuple):
-    """The actions of a step, one row each: (n,) arrays.
+    """The actions of a step, one row each: (n,) arrays."""
 
-    `row` is that of its span, with its `rank`, `kind` and `stage`; it `took` so many seconds of work, without waits and
-    copies, and has so many `flops`, 0 if unknown.
-    """
-
-    row: Array
+    row: Array  # of its span
     rank: Array
     kind: Array
     stage: Array
-    took: Array
-    flops: Array
+    took: Array  # seconds of work, without waits and copies
+    flops: Array  # 0 if unknown
 
 
 @dataclass
 class Evidence:
-    """One step of a timeline.
-
-    Attributes:
-        whole: the timeline.
-        path: the critical path of the step.
-        given: the machine that was named for the diagnosis; None: that of the timeline.
-        graph, spans: the step as a graph, and its spans.
-        step: its number.
-        waits: who waits for whom.
-    """
+    """One step of a timeline."""
 
     whole: Timeline
     path: CriticalPath
-    given: Hardware | None = None
+    given: Hardware | None  # the machine that was named for the diagnosis; None: that of the timeline
 
     def __post_init__(self) -> None:
         self.graph: StepGraph = self.path.graph
@@ -110,7 +95,7 @@ class Evidence:
         """Return the rows of the step's operations of these kinds that take time."""
         return np.asarray(self.there[np.isin(self.spans["kind"][self.there], kinds)])
 
-    # ---- played again -----------------------------------------------------------------------------------------
+    # ---- played again
 
     def gain(self, took: Array) -> float:
         """Return by how many seconds the step would be shorter with other durations, (n,) by piece of the graph."""
@@ -121,13 +106,13 @@ class Evidence:
         return self.gain(self.graph.durations_without(self.graph.nodes_of(rows)))
 
     def gain_scaled(self, rows: Iterable[int], factors: Iterable[float]) -> float:
-        """Return by how many seconds the step would be shorter if some operations took so many times as long."""
+        """Return by how many seconds the step would be shorter if operations took `factors` times as long."""
         took: Array = self.graph.took.copy()
         for row, factor in zip(rows, factors, strict=True):
             took[self.graph.of_row.get(int(row), [])] *= factor
         return self.gain(took)
 
-    # ---- in words ---------------------------------------------------------------------------------------------
+    # ---- in words
 
     def share(self, time: float) -> str:
         """Return seconds as a percentage of the step."""
@@ -147,16 +132,9 @@ class Evidence:
     ) -> list[Finding]:  # fmt: skip
         """Return a finding in this step, in the words of `findings.toml`; none if it is not worth one.
 
-        Args:
-            kind: of the finding.
-            case: of the kind, whose texts go before those of the kind; "": none.
-            gain: seconds by which the step would be shorter.
-            rows: of the spans in which it is seen.
-            ranks: where it is seen; None: those of the spans.
-            by: how the gain is known.
-            urgent: whether it is about to end the run, whatever it gains.
-            reason: in place of the one in the file.
-            values: what the texts name in braces; gain, share (of the step), step, ranks and Ranks are known.
+        The texts of "kind: case" precede those of the kind, and `reason` precedes both; `values` are what they name in
+        braces besides gain, share (of the step), step, ranks and Ranks. `ranks` are by default those of the spans
+        `rows`. An urgent finding, about to end the run, needs no gain.
         """
         if not urgent and not self.worth(gain):
             return []
@@ -172,15 +150,9 @@ class Evidence:
         whys = said["words"], said["reason"], said["remedy"]
         return [Finding(kind, *whys, gain, by, self.step, where, ops, said["check"], urgent)]
 
-    def explained_seconds(self, rows: Iterable[int], before: Sequence[Finding]) -> float:
-        """Return the most seconds that an earlier finding on any of these operations explains."""
-        mine = set(map(int, rows))
-        return max((each.gain for each in before if mine & set(each.ops)), default=0.0)
-
 
 @cache
 def _texts() -> dict[str, dict[str, str]]:
-    """Return what findings say, by kind and by "kind: case"."""
     return tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
 
 

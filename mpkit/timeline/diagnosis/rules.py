@@ -4,8 +4,6 @@ Special rules come before general ones, which leave out what has been explained:
 communication as well, and a slow rank alone in its stage makes that the longest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,11 +12,16 @@ import numpy as np
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
-from mpkit.timeline.diagnosis.communication import exposed_communication, slow_links
 from mpkit.timeline.diagnosis.evidence import Evidence, Rule
-from mpkit.timeline.diagnosis.stages import bubble, imbalance
-from mpkit.timeline.diagnosis.stragglers import stragglers
-from mpkit.timeline.diagnosis.without import copies, host_bound, slow_loading, synchronizing_calls
+from mpkit.timeline.diagnosis.uneven import bubble, imbalance, stragglers
+from mpkit.timeline.diagnosis.without import (
+    copies,
+    exposed_communication,
+    host_bound,
+    slow_links,
+    slow_loading,
+    synchronizing_calls,
+)
 from mpkit.timeline.findings import Diagnosis, Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
@@ -47,16 +50,15 @@ def diagnose(timeline: Timeline, step: int | None, hardware: Hardware | str | No
 
 
 def _last(timeline: Timeline) -> tuple[int | None, str]:
-    """Return the last complete step, which the timeline's own figures are of, and what to know about the choice."""
+    """Return the last complete step, as in the timeline's own figures, and what to know about this choice."""
     if not timeline.steps:
         return None, "the whole timeline: it has no complete step"
     last = timeline.steps[-1]
     times = [timeline.step(number).step_time for number in timeline.steps[1:][-MEDIAN_OF:] or [last]]
     median = sorted(times)[(len(times) - 1) // 2]
-    unusual = median and not 1 / UNUSUAL < times[-1] / median < UNUSUAL
-    return last, "the last complete step" + (
-        f"; the median of {len(times)} takes {seconds(median)}" if unusual else ""
-    )
+    if not median or 1 / UNUSUAL < times[-1] / median < UNUSUAL:
+        return last, "the last complete step"
+    return last, f"the last complete step; the median of {len(times)} takes {seconds(median)}"
 
 
 def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:

@@ -8,15 +8,14 @@
 Sizes of groups count absent ranks too, so that a few ranks of many tell them as well.
 """
 
-from __future__ import annotations
-
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpkit.plan.mesh import Mesh, axis_of
+from mpkit.plan.mesh import axis_of
 from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.kineto import PATTERNS, Events
 from mpkit.trace import Kind, RankTrace, Trace
@@ -33,11 +32,9 @@ ACTIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 @dataclass(frozen=True)
 class InferredStrategy:
-    """What `infer` found.
+    """The plan that libraries announce (None if what they announce does not explain the trace), with evidence.
 
-    Attributes:
-        plan: the plan; None if libraries announce none, or if what they announce does not explain the trace.
-        evidence: a sentence for each thing that was found, or that is left open.
+    `evidence` has a sentence for each thing that was found or is left open.
     """
 
     plan: Plan | None
@@ -49,38 +46,27 @@ class InferredStrategy:
 
 
 class Call(NamedTuple):
-    """A communication of a rank's last step.
-
-    Attributes:
-        kind: what it does.
-        size: how many ranks its group has, absent ones too.
-        axis: the mesh axis of the group; "" if unknown.
-        nbytes: its payload.
-        phase: the kind of action within which it begins; -1: none.
-    """
+    """A communication of a rank's last step."""
 
     kind: Kind
-    size: int
-    axis: str
+    size: int  # ranks of its group, absent ones too
+    axis: str  # the mesh axis of the group; "" if unknown
     nbytes: int
-    phase: int
+    phase: int  # the kind of action within which it begins; -1: none
 
 
-def said_by(events: Events) -> dict[str, Any]:
-    """Return, as JSON types, what annotations say in one rank's file.
-
-    ddp: how often `DistributedDataParallel.forward` was called; fsdp: by layer, how often FSDP2 gathers it; steps:
-    profiled ones; optimizer: its class.
+def count_announcements(events: Events) -> dict[str, Any]:
+    """Count, as JSON types, what annotations announce in one rank's file: calls of DDP's forward; FSDP2's gathers by
+    layer; profiled steps; and the optimizer's class.
     """
     words = Counter(events.names[number] for number in events["annotation"].name.tolist())
-    optimizers = (
-        word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
-    )
-    steps = sum(count for word, count in words.items() if PATTERNS["step"].match(word))
-    found = ((PATTERNS["fsdp"].match(word), count) for word, count in words.items())
-    gathers = {match[1]: count for match, count in found if match}
-    called = words["DistributedDataParallel.forward"]
-    return {"ddp": called, "fsdp": gathers, "steps": steps, "optimizer": next(optimizers, "")}
+    optimizers = (match[1] for word in words if (match := re.fullmatch(r"Optimizer\.step#(.*)\.step", word)))
+    return {
+        "ddp": words["DistributedDataParallel.forward"],
+        "fsdp": {match[1]: n for word, n in words.items() if (match := PATTERNS["fsdp"].match(word))},
+        "steps": sum(n for word, n in words.items() if PATTERNS["step"].match(word)),
+        "optimizer": next(optimizers, ""),
+    }
 
 
 def infer(trace: Trace) -> InferredStrategy:
@@ -92,8 +78,7 @@ def infer(trace: Trace) -> InferredStrategy:
     everything = [call for mine in calls for call in mine]
     options: dict[str, Any] = {}
     evidence: list[str] = []
-    announced = _meshes(everything), _fsdp(facts, everything), _ddp(facts, everything)
-    for found, sentences in announced:
+    for found, sentences in (_meshes(everything), _fsdp(facts, everything), _ddp(facts, everything)):
         options = found | options
         evidence += sentences
     fsdp, ddp = (any(each[what] for each in facts) for what in ("fsdp", "ddp"))
@@ -109,9 +94,8 @@ def infer(trace: Trace) -> InferredStrategy:
         left = [f"{degrees} would be {plan.ranks} ranks, and there are {world}."]
         evidence += left
     if imported.get("world_size") and plan.ranks < world and not left:
-        evidence.append(
-            f"This explains {plan.ranks} of {world} ranks: what divides the others is not in the files at hand."
-        )
+        what = "what divides the others is not in the files at hand"
+        evidence.append(f"This explains {plan.ranks} of {world} ranks: {what}.")
     return InferredStrategy(None if left else plan, evidence)
 
 
@@ -122,7 +106,6 @@ def _last_step(rank: RankTrace) -> RankTrace:
 
 
 def _calls(rank: RankTrace, groups: dict[str, Any]) -> list[Call]:
-    """Return the communications of a rank."""
     ops, found = rank.ops, []
     actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], ACTIONS)]
     comm = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.BARRIER)]
@@ -136,16 +119,14 @@ def _calls(rank: RankTrace, groups: dict[str, Any]) -> list[Call]:
     return found
 
 
+# ---- what is announced: the options of the plan that follow, and a sentence for each
+
 Found = tuple[dict[str, Any], list[str]]
-
-
-# ---- what is announced ------------------------------------------------------------------------------------------
 
 
 def _meshes(calls: list[Call]) -> Found:
     """Return the degrees of axes that a DeviceMesh names, along which something is sent."""
-    options: dict[str, Any] = {}
-    evidence = []
+    options, evidence = dict[str, Any](), []
     for name, degree in _AXES.items():
         mine = [call for call in calls if call.axis == name and call.size > 1]
         if not mine or degree in options:
@@ -155,9 +136,8 @@ def _meshes(calls: list[Call]) -> Found:
         kinds = ", ".join(sorted({call.kind.word.replace("_", "-") for call in mine}))
         if degree == "cp" and any(call.kind == Kind.ALL_TO_ALL for call in mine):
             options["cp_method"] = "ulysses"
-        evidence.append(
-            f"The program's mesh has an axis {name} of {size} ranks ({kinds} along it): {degree}={size}."
-        )
+        along = f"an axis {name} of {size} ranks ({kinds} along it)"
+        evidence.append(f"The program's mesh has {along}: {degree}={size}.")
     return options, evidence
 
 
@@ -167,7 +147,11 @@ def _fsdp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
     gathers = [call for call in calls if call.kind == Kind.ALL_GATHER]
     if not layers or not gathers:
         return {}, []
-    shards, each = _most(gathers), max(layers.values()) / (max(fact["steps"] for fact in facts) or 1)
+    sizes = Counter[int]()  # bytes by the size of the group
+    for call in gathers:
+        sizes[call.size] += call.nbytes + 1
+    shards = sizes.most_common(1)[0][0]
+    each = max(layers.values()) / (max(fact["steps"] for fact in facts) or 1)
     zero = 3 if each > 1 else 2
     again = "again in the backward" if zero == 3 else "and keeps them for the backward"
     names = ", ".join([*layers][:3]) + (", ..." if len(layers) > 3 else "")
@@ -176,14 +160,6 @@ def _fsdp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
         f"({each:g} gathers of each per step): ZeRO-{zero}."
     ]
     return {"dp": shards, "zero": zero}, evidence
-
-
-def _most(calls: list[Call]) -> int:
-    """Return the size of the groups in which most bytes are sent."""
-    sizes = Counter[int]()
-    for call in calls:
-        sizes[call.size] += call.nbytes + 1
-    return sizes.most_common(1)[0][0]
 
 
 def _ddp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
@@ -200,9 +176,7 @@ def _ddp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
         f"DistributedDataParallel.forward is called {often} per step; {count // len(facts)} all-reduce{many} among "
         f"{size} ranks follow{'' if many else 's'} in the backward: dp={size}."
     ]
-    options: dict[str, Any] = {"dp": size} | (
-        {"microbatches": int(each)} if each > 1 and not each % 1 else {}
-    )
+    options = {"dp": size} | ({"microbatches": int(each)} if each > 1 and not each % 1 else {})
     if any(fact["optimizer"] == "ZeroRedundancyOptimizer" for fact in facts):
         evidence.append("ZeroRedundancyOptimizer updates a part on each rank, and broadcasts it: ZeRO-1.")
         options["zero"] = 1
@@ -211,19 +185,13 @@ def _ddp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
 
 def _gradients(calls: list[Call]) -> list[Call]:
     """Return the all-reduces outside of forwards, but for those of a size that forwards reduce: of divided layers."""
-    mirrored = {
-        call.nbytes
-        for call in calls
-        if call.phase == Kind.FORWARD and call.kind == Kind.ALL_REDUCE and call.nbytes
-    }
-    return [
-        call for call in calls
-        if call.kind == Kind.ALL_REDUCE and call.phase != Kind.FORWARD and call.axis not in ("tp", "cp", "ep")
-        and call.nbytes not in mirrored
-    ]  # fmt: skip
+    reduced = [call for call in calls if call.kind == Kind.ALL_REDUCE]
+    mirrored = {call.nbytes for call in reduced if call.phase == Kind.FORWARD and call.nbytes}
+    outside = (call for call in reduced if call.phase != Kind.FORWARD and call.axis not in ("tp", "cp", "ep"))
+    return [call for call in outside if call.nbytes not in mirrored]
 
 
-# ---- what is left open ------------------------------------------------------------------------------------------
+# ---- what is left open
 
 
 def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> list[str]:
@@ -251,7 +219,7 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
     ]
 
 
-# ---- whether views may name groups by it ------------------------------------------------------------------------
+# ---- whether views may name groups by it
 
 
 def plan_of_mesh(trace: Trace, plan: Plan | None) -> Plan | None:
@@ -271,11 +239,11 @@ def plan_of_mesh(trace: Trace, plan: Plan | None) -> Plan | None:
             if len(members) < 2 or len(members) == plan.ranks:
                 continue
             axis = axis_of(plan.mesh, members, exchange=line in exchanged)
-            if not _is_along(plan.mesh, axis, members, number, message=">" in words):
+            # Messages run along pp; other groups along one axis, or two, as the replicas of a norm do.
+            if (
+                axis != "pp"
+                if ">" in words
+                else sorted(plan.mesh.group(number, *axis.split(" x "))) != members
+            ):
                 return None
     return plan
-
-
-def _is_along(mesh: Mesh, axis: str, members: list[int], rank: int, *, message: bool) -> bool:
-    """Say whether ranks are a group along one axis (or two, as the replicas of a norm are); messages run along pp."""
-    return axis == "pp" if message else sorted(mesh.group(rank, *axis.split(" x "))) == members

@@ -9,8 +9,6 @@ Payloads count as in the kit's own traces, which is as NCCL's documentation coun
 gathered or scattered.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -31,35 +29,21 @@ _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
 class Comm(NamedTuple):
-    """One communication of one rank.
-
-    Attributes:
-        kind: what it does.
-        start, end: ns, when it was under way.
-        asked: ns, when the program issued it.
-        name: what the file calls it.
-        nbytes: its payload; 0 if unknown.
-        members: the ranks of its group, ascending; empty if unknown.
-        peer: the other end of a message or the root, as a rank of the group; -1: none or unknown.
-        dtype, elements: of the payload; "" and 0 if unknown.
-        sequence: the number that the backend gave it; -1: unknown.
-        axis: the name of the mesh axis that the group was made for; "" if unknown.
-        parts: of an all-to-all of uneven parts, the bytes for each of the members; empty if they are equal or unknown.
-    """
+    """One communication of one rank; "", 0 and () are for what is unknown."""
 
     kind: Kind
-    start: int
+    start: int  # ns, when it was under way
     end: int
-    asked: int
-    name: str
-    nbytes: int = 0
-    members: tuple[int, ...] = ()
-    peer: int = -1
-    dtype: str = ""
+    asked: int  # ns, when the program issued it
+    name: str  # in the file
+    nbytes: int = 0  # its payload
+    members: tuple[int, ...] = ()  # the ranks of its group, ascending
+    peer: int = -1  # the other end of a message or the root, as a rank of the group; -1: none or unknown
+    dtype: str = ""  # of the payload
     elements: int = 0
-    sequence: int = -1
-    axis: str = ""
-    parts: tuple[int, ...] = ()
+    sequence: int = -1  # the number that the backend gave it; -1: unknown
+    axis: str = ""  # the mesh axis that the group was made for
+    parts: tuple[int, ...] = ()  # of an all-to-all of uneven parts, the bytes for each of the members
 
 
 def communications(events: Events) -> list[Comm]:
@@ -68,11 +52,11 @@ def communications(events: Events) -> list[Comm]:
     return sorted(found, key=lambda comm: (comm.start, comm.end))
 
 
-# ---- what is said of a communication
+# ---- what a file tells of a communication
 
 
 def kind_of(name: str) -> Kind | None:
-    """Return the kind that a collective's or a kernel's name tells; None if it tells none.
+    """Return the kind of a collective or a kernel by its name; None if the name tells none.
 
     >>> kind_of("_allgather_base"), kind_of("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")
     (<Kind.ALL_GATHER: 35>, <Kind.REDUCE_SCATTER: 36>)
@@ -83,19 +67,15 @@ def kind_of(name: str) -> Kind | None:
     return next((kind for known, kind in _KINDS.items() if known in word), None)
 
 
-def described(
+def comm_fields(
     kind: Kind, args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what metadata says of a communication, as fields of `Comm`.
+    """Return the fields of `Comm` that a kernel's arguments (`EventTable.args`) tell.
 
-    Args:
-        kind: what it does.
-        args: the arguments of a kernel, as `EventTable.args` has them.
-        groups: the ranks of each process group of `distributedInfo`, by name.
-        axes: the mesh axes of these groups, by name.
+    `groups` and `axes` have the ranks and the mesh axis of each process group of `distributedInfo`, by its name.
 
     >>> args = {"dtype": "Float", "In msg nelems": 4, "Process Group Ranks": "[0, 1]"}
-    >>> said = described(Kind.ALL_REDUCE, args, {}, {})
+    >>> said = comm_fields(Kind.ALL_REDUCE, args, {}, {})
     >>> said["nbytes"], said["members"]
     (16, (0, 1))
     """
@@ -103,10 +83,8 @@ def described(
     elements = max(sent, args.get("Out msg nelems", 0))
     dtype, members = args.get("dtype", ""), _members_of(args, groups)
     splits = _listed(args.get("In split size", "")) if kind == Kind.ALL_TO_ALL else ()
-    if len(splits) == len(members) and sum(splits) > 0:
-        elements = sent  # the payload is what this rank sends
-    else:
-        splits = ()
+    splits = splits if len(splits) == len(members) and sum(splits) > 0 else ()
+    elements = sent if splits else elements  # of uneven parts, the payload is what this rank sends
     said = args.get("Process Group Description", "")
     axis = axes.get(args.get("Process Group Name", ""), "")
     return {
@@ -127,13 +105,12 @@ def _listed(text: str) -> tuple[int, ...]:
     >>> _listed("[3, 0, 5]"), _listed("[3, 0, ..., 5]")
     ((3, 0, 5), ())
     """
-    if not re.fullmatch(r"\[[0-9]{1,15}(?:, *[0-9]{1,15})*\]", text):
-        return ()
-    return tuple(map(int, re.findall("[0-9]+", text)))
+    whole = re.fullmatch(r"\[[0-9]{1,15}(?:, *[0-9]{1,15})*\]", text)
+    return tuple(map(int, re.findall("[0-9]+", text))) if whole else ()
 
 
 def _members_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks of the group of a communication: as listed, as counted, or as the file's header has them.
+    """Return the ranks of a communication's group: as listed, as the file's header has them, or as counted.
 
     >>> _members_of({"Process Group Ranks": "[0, 4, ...]", "Global rank start": 0, "Global rank stride": 4,
     ...              "Group size": 3}, {})
@@ -174,7 +151,7 @@ def _of_kernels(events: Events) -> Iterator[Comm]:
             if not collective:  # else it is a wait, or something else that moves nothing
                 events.assumed["communication of unknown kind, left out"] += 1
             continue
-        said = described(kind, metadata, about.groups, about.axes)
+        said = comm_fields(kind, metadata, about.groups, about.axes)
         if not collective:
             said["members"] = said["members"] or about.world
         if not metadata and len(about.world) > 2:
@@ -207,21 +184,20 @@ def _of_operators(events: Events) -> Iterator[Comm]:
             issued[_queue(kind)].append(row)
     for queue in {*runs, *issued}:
         done, asked = runs[queue], issued[queue]
-        if len(done) > len(asked):  # the file begins after some were issued, or was sampled
-            asked = []
-        elif len(done) < len(asked):
-            done = []
+        # The file begins after some were issued, or was sampled: the longer list counts.
+        if len(done) != len(asked):
+            done, asked = (done, []) if len(done) > len(asked) else ([], asked)
         for row, run in zip_longest(asked, done, fillvalue=-1):
             yield _of_operator(events, row, run)
 
 
 def _queue(kind: Kind) -> str:
-    """Return which of a backend's queues a kind goes to; gloo reduces and scatters by an all-reduce."""
+    """Return the backend's queue for a kind; gloo reduces and scatters by an all-reduce."""
     return kind.word if kind in MESSAGES else "collectives"
 
 
 def _of_operator(events: Events, row: int, run: int) -> Comm:
-    """Return what an operator issues (-1: unknown) and an annotation carries out (-1: unknown)."""
+    """Return the communication that an operator issues and an annotation carries out; a row of -1 is unknown."""
     ops, said = events["op"], events["annotation"]
     carried, peer = _payload(said.args.get(run, {})), -1
     if row < 0:

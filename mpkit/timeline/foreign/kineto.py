@@ -17,7 +17,7 @@ import tomllib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from math import prod
@@ -50,17 +50,15 @@ _IN_NAME = re.compile(r"rank[-_]?(\d{1,5})", re.IGNORECASE)
 
 
 class EventTable:
-    """Events of one kind as columns.
+    """Events of one kind, as columns (n,) of int64, with times in ns.
 
-    Attributes:
-        name: (n,) numbers of `Events.names`.
-        start, end: (n,) ns.
-        thread: (n,) numbers of threads, or of streams for what runs on a device.
-        correlation, external: (n,) the ids that join events; -1: none.
-        nbytes: (n,) what a copy moves.
-        records: (n,) 1 for an operator that autograd records, so it is of a forward.
-        operand: (n,) of an operator's first operands: 1 in 32 bits, 2 in 16, 3 in 8; 0 if unknown.
-        args: by row, the arguments of what communicates, as `_communication_args` returns them.
+    name                     a number of `Events.names`
+    thread                   a number of a thread, or of a stream for events on a device
+    correlation, external    ids that join events; -1: none
+    nbytes                   moved by a copy
+    records                  1 for an operator that autograd records, which belongs to a forward
+    operand                  dtype of an operator's first operands: 1 in 32 bits, 2 in 16, 3 in 8; 0 if unknown
+    args                     by row: the arguments of communication, from `_communication_args`
     """
 
     def __init__(self, rows: array[int], args: dict[int, dict[str, Any]], origin: int) -> None:
@@ -76,25 +74,16 @@ class EventTable:
 
 
 class Events:
-    """All events of one rank's file.
+    """All events of one rank's file; a TraceError if it is not JSON, or an event has something that no tool writes.
 
-    Args:
-        path: the file.
-
-    Raises:
-        TraceError: the file is no JSON, or an event has something that no tool writes.
-
-    Attributes:
-        names: the strings that tables refer to.
-        streams: each thread's (process, thread), or (device, stream).
-        tables: by what it is: "op", "annotation", "call", "kernel", "copy", "set".
-        memory: (m, 4) of int64: ns, bytes (negative: freed), device type, total allocated.
-        about: what the file says of its rank.
-        host: the name of its machine; "" if unknown.
-        origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
-        repairs: what was fixed in the file's JSON, with how often.
-        assumed: what was left out or assumed of its events, with how often.
-        unknown: the categories that are not known, with the number of their events.
+    names              the strings that tables refer to
+    streams            each thread's (process, thread), or (device, stream)
+    tables             by word: "op", "annotation", "call", "kernel", "copy", "set"
+    memory             (m, 4) of int64: ns, bytes (negative: freed), device type, total allocated
+    about, host        the rank; its machine's name, "" if unknown
+    origin             ns of the machine's clock at which the times begin; Kineto's clock if there is no other
+    repairs, assumed   how often something in the JSON was fixed, or something was left out or assumed of events
+    unknown            events of each category that `kineto.toml` does not have
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,7 +131,7 @@ class Events:
         return chosen
 
     def notes(self) -> list[str]:
-        """Return sentences on what was fixed, left out or assumed in the file."""
+        """Say what was fixed, left out or assumed in the file."""
         kinds = {" was not valid JSON and was fixed": self.repairs, ": left out or assumed": self.assumed}
         return [
             f"{self.about.source}{what}: " + ", ".join(f"{each} ({n:,})" for each, n in counted.items()) + "."
@@ -155,25 +144,27 @@ class Events:
         chosen = np.array([bool(fits(name)) for name in self.names] + [False])
         return np.flatnonzero(chosen[self[word].name])
 
+    # For each event of a device's table:
+
     def launches(self, word: str) -> Array:
-        """Return, for each event of a device's table, the row of the runtime's call that launched it; -1: unknown."""
+        """Return the row of the runtime's call that launched it; -1: unknown."""
         return _rows(self["call"].correlation, self[word].correlation)
 
     def asked(self, word: str) -> Array:
-        """Return, for each event of a device's table, when its host launched it; its own start where nothing tells."""
+        """Return when its host launched it; its own start if that is unknown."""
         launch = self.launches(word)
         return np.where(launch >= 0, np.append(self["call"].start, 0)[launch], self[word].start)
 
     def operators(self, word: str) -> Array:
-        """Return, for each event of a device's table, the row of the operator that launched it; -1: unknown."""
+        """Return the row of the operator that launched it; -1: unknown."""
         external = self[word].external
         by_call = np.append(self["call"].external, -1)[self.launches(word)]
         return _rows(self["op"].external, np.where(by_call >= 0, by_call, external), external)
 
-    # ---- reading ------------------------------------------------------------------------------------------------
+    # ---- reading
 
     def _take(self, event: dict[str, Any]) -> None:
-        """Add an event, if it is of a kind that is drawn; any error says that it has something that no tool writes."""
+        """Add an event of a known kind; any error means that it has something that no tool writes."""
         phase, name, args = event.get("ph"), _text(event.get("name")), event.get("args") or {}
         if phase == "X" and event.get("ts") is None:
             self.assumed["event without a time, left out"] += 1
@@ -216,11 +207,7 @@ class Events:
         rows.extend((number, start, start + took, thread, *joined, nbytes, records, _operand(args)))
 
     def _close(self, header: Mapping[str, Any]) -> None:
-        """Put all times on ns since the first event.
-
-        Raises:
-            ValueError: they are further apart than any run is long.
-        """
+        """Put all times on ns since the first event."""
         times = [np.array(rows, np.int64).reshape(-1, len(COLUMNS))[:, 1:3] for rows in self._rows.values()]
         first = min((int(each[:, 0].min()) for each in times if len(each)), default=0)
         last = max((int(each[:, 0].max()) for each in times if len(each)), default=0)
@@ -241,7 +228,7 @@ class Events:
 
 
 def _rows(ids: Array, *wanted: Array) -> Array:
-    """Return the rows at which the ids are found, those of the first array of wanted ids for which they are."""
+    """Return the row of each wanted id among `ids`, or that of its alternative in the next array; -1: none."""
     found = np.full(len(wanted[0]), -1)
     if not len(ids):
         return found
@@ -257,21 +244,17 @@ def _rows(ids: Array, *wanted: Array) -> Array:
 
 
 def text_of(value: Any) -> str:
-    """Return a name that a file has; "" for what is none.
-
-    >>> text_of("nccl"), text_of(3), text_of(None), text_of({"a": 1})
-    ('nccl', '3', '', '')
-    """
+    """Return a name, or a number in its place, as text; "" for anything else."""
     return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _text(value: Any) -> str:
-    """Return a name, or what stands in its place, written out."""
+    """Return a name, or whatever is in its place, written out."""
     return value if type(value) is str else str(value) if type(value) is int else reprlib.repr(value)
 
 
 def _ns(event: Mapping[str, Any], key: str) -> int:
-    """Return a time of an event in ns, without rounding the many digits that us since 1970 have; 0 if it has none."""
+    """Return a time of an event in ns, without rounding the many digits of microseconds since 1970; 0 if absent."""
     value = event.get(key)
     if value is None:
         return 0
@@ -294,10 +277,7 @@ def _number(args: Mapping[str, Any], key: str, default: int = -1, most: int = 2*
 
 
 def _communication_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is used of the arguments of a call that communicates: numbers, texts, and the elements of its inputs.
-
-    "elements" counts those of the largest tensor, or list of tensors, among the inputs; "types" are their dtypes.
-    """
+    """Return a call's checked arguments; "elements" of its largest input (tensor or list), "types" of all inputs."""
     sound: dict[str, Any] = {
         name: _number(args, name, -1, most) for name, most in TABLE["counts"].items() if name in args
     }
@@ -313,7 +293,7 @@ def _communication_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _elements(shape: Any) -> int:
-    """Return the elements of a tensor of this shape, or of all tensors in a list of shapes."""
+    """Count the elements of a tensor of this shape, or of all tensors in a list of shapes."""
     shapes = shape if isinstance(shape, list) and shape and isinstance(shape[0], list) else [shape]
     elements = sum(prod(map(float, each)) for each in shapes if each)
     if not 0 <= elements <= MOST:
@@ -336,23 +316,14 @@ def _operand(args: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What is known of one rank.
+    """A rank as its file tells it."""
 
-    Attributes:
-        rank: its number in the world; None if unknown. It is no device number.
-        world_size: the number of ranks of the run; None if unknown.
-        groups: the ranks of each process group, by its name; those listed in full only.
-        axes: the mesh axis of each process group that a DeviceMesh made, by the group's name.
-        device: the name of its GPU; "" without one.
-        source: the file's name.
-    """
-
-    rank: int | None
+    rank: int | None  # in the world, not a device number; None if unknown
     world_size: int | None
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    axes: dict[str, str] = field(default_factory=dict)
-    device: str = ""
-    source: str = ""
+    groups: dict[str, tuple[int, ...]]  # the ranks of each process group that is listed in full, by its name
+    axes: dict[str, str]  # the mesh axis of each process group that a DeviceMesh made
+    device: str  # the name of its GPU; "" without one
+    source: str  # the file's name
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -361,7 +332,7 @@ class RankIdentity:
 
 
 def read_header(header: Mapping[str, Any], path: Path, device: str = "0") -> RankIdentity:
-    """Read what a file says beside its events, or by its name, of its rank, whose kernels ran on this GPU.
+    """Read the rank's identity from a file's header, else from its name; its kernels ran on the GPU `device`.
 
     >>> one = read_header({"distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8}}, Path("trace.json"))
     >>> one.rank, one.world_size
@@ -392,7 +363,7 @@ def read_header(header: Mapping[str, Any], path: Path, device: str = "0") -> Ran
 
 
 def _parsed(value: Any, kind: type[Any]) -> Any:
-    """Return a mapping or a list that the header has as one, or as the text of one (JSON or Python's); else empty."""
+    """Return a mapping or a list of the header, which may be text (JSON or Python's); an empty one if it is neither."""
     if isinstance(value, str) and len(value) < 1_000_000:
         for read in (read_json, ast.literal_eval):
             try:

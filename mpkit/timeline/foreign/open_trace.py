@@ -64,7 +64,8 @@ class OpenedTrace(Trace):
     def __repr__(self) -> str:
         files = self.meta.get("imported", {}).get("files", [])
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-        named = (f", {files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")) if files else ""
+        named = f", {files[0]}" if files else ""
+        named += f" and {len(files) - 1} more" if len(files) > 1 else ""
         return f"<OpenedTrace of {ranks}, {len(self):,} ops{named}>"
 
     def __str__(self) -> str:
@@ -128,19 +129,13 @@ def open(path: Paths, *, plan: Plan | None = None) -> OpenedTrace:
         )
     if known is not None:
         opened.meta["plan"] = known.to_json()
-        if plan is None:
-            opened.meta["imported"]["notes"].append(
-                f"The plan is the one that the program's libraries announce (trace.inferred): {known}."
-            )
+        note = f"The plan is the one that the program's libraries announce (trace.inferred): {known}."
+        opened.meta["imported"]["notes"] += [note] * (plan is None)
     return opened
 
 
 def _own(path: Path) -> Trace | None:
-    """Return a trace that mpkit wrote; None if the path is something else.
-
-    Raises:
-        TraceError: there is nothing there, or it is neither.
-    """
+    """Return a trace that mpkit wrote; None if the path may be torch.profiler's."""
     if path.is_dir():
         own = (path / "meta.json").is_file() or any(path.glob("rank*.ops"))
         return Trace.read(path) if own else None
@@ -152,11 +147,7 @@ def _own(path: Path) -> Trace | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the file, or the traces in a folder, without what else is in JSON there, such as configurations.
-
-    Raises:
-        TraceError: there is no such file, or no trace.
-    """
+    """Return the file, or the traces in a folder without its other JSON, such as configurations."""
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -13,8 +13,6 @@ nobody waited for was over in time. Its result was needed by the next work of an
 stands a wait of no length: on a slower link it becomes one.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.foreign.actions import DeviceWork, ProfiledAction, actions_of, bounds_of, work_of
+from mpkit.timeline.foreign.actions import (
+    DeviceWork,
+    ProfiledAction,
+    actions_of,
+    bounds_of,
+    place_of,
+    work_of,
+)
 from mpkit.timeline.foreign.communication import MESSAGES, Comm
 from mpkit.timeline.foreign.kineto import Events
-from mpkit.timeline.foreign.phases import place_of
 from mpkit.timeline.metrics import covered, length
 from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, lane_of
 
@@ -40,7 +44,7 @@ _ENGINE = "autograd::engine::evaluate_function: "
 
 
 class OpRow(NamedTuple):
-    """An op in the making; `ref` is the row of the communication that a wait is for, `parts` what it sends to each."""
+    """An op in the making."""
 
     start: int
     end: int
@@ -55,9 +59,9 @@ class OpRow(NamedTuple):
     peer: int = -1
     nbytes: int = 0
     busy: int = 0
-    ref: int = -1
-    still: float = 0.0
-    parts: tuple[int, ...] = ()
+    ref: int = -1  # the row of the communication that a wait is for
+    still: float = 0.0  # seconds for which an action waits for its host
+    parts: tuple[int, ...] = ()  # the bytes for each member of an all-to-all
 
 
 def rank_trace(
@@ -65,18 +69,13 @@ def rank_trace(
 ) -> tuple[RankTrace, dict[str, dict[str, int]]]:
     """Return the records of one rank, and its ns of kernels by what bounds them (`bounds_of`).
 
-    Args:
-        events: its events.
-        comms: its communications.
-        index: of the ranks that there are files of, each one's number in the Trace.
-        mine: this rank's number in the Trace.
-        shift: ns that are added to its times.
+    `index` has the number in the Trace of each rank that has a file, `mine` that of this rank; `shift` ns are added to
+    its times.
     """
     work = work_of(events)
     actions = actions_of(events, work, comms)
     rows = [*_collectives(events, comms, index, mine), *_actions(events, work, actions)]
-    waits = _waits(rows, work, actions, on_device=events.on_device)
-    rows += _longest(waits, MOST)
+    rows += _longest(_waits(rows, work, actions, on_device=events.on_device), MOST)
     rows += [*_copies(events), *_loading_times(events)]
     rows += _steps(rows)
     return _write(events, rows, shift), bounds_of(events, work, actions)
@@ -123,33 +122,25 @@ def _actions(events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]
         starts, ends = work.start[action.first : action.last], work.end[action.first : action.last]
         start = max(int(starts[0]), before)
         end = before = max(int(ends.max()), start)
-        # Work of another stream may have ended before this action begins.
-        busy = (
-            int(length(covered(np.maximum(starts, start), np.maximum(ends, start))))
-            if events.on_device
-            else 0
-        )
+        busy = end - start
+        if events.on_device:  # work of another stream may have ended before this action begins
+            own = covered(np.maximum(starts, start), np.maximum(ends, start))
+            busy = min(int(length(own)), busy) or busy
         place = action.step, action.stage, action.microbatch
-        yield OpRow(
-            start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start
-        )
-        if fine:
-            yield from _layers(events, work, action, start)
-
-
-def _layers(events: Events, work: DeviceWork, action: ProfiledAction, before: int) -> Iterator[OpRow]:
-    """Yield runs of work of the same name within an action, which begins at `before`."""
-    names = work.name[action.first : action.last]
-    begins = (action.first + np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))).tolist()
-    for first, last in pairwise([*begins, action.last]):
-        start, end = max(int(work.start[first]), before), max(int(work.end[first:last].max()), before)
-        name = events.names[work.name[first]].removeprefix(_ENGINE)
-        yield OpRow(start, end, action.kind, 1, action.step, action.stage, action.microbatch, name)
-        before = end
+        yield OpRow(start, end, action.kind, 0, *place, action.name, busy=busy)
+        if not fine:
+            continue
+        names = work.name[action.first : action.last]
+        begins = action.first + np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
+        at = start
+        for first, last in pairwise([*begins.tolist(), action.last]):  # layers: runs of work of the same name
+            start, at = max(int(work.start[first]), at), max(int(work.end[first:last].max()), at)
+            name = events.names[work.name[first]].removeprefix(_ENGINE)
+            yield OpRow(start, at, action.kind, 1, *place, name)
 
 
 def _copies(events: Events) -> Iterator[OpRow]:
-    """Yield the copies between device and host; those within the device compute nothing and are left out."""
+    """Yield the copies between device and host; a copy within the device computes nothing."""
     copy = events["copy"]
     for at, step in enumerate(place_of(events, events.asked("copy"))["step"].tolist()):
         name = events.names[copy.name[at]]
@@ -168,7 +159,6 @@ def _loading_times(events: Events) -> Iterator[OpRow]:
 
 
 def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
-    """Return a record for each step, from its first op to the end of its last."""
     bounds: dict[int, tuple[int, int]] = {}
     for row in rows:
         if row.step >= 0:
@@ -183,7 +173,7 @@ def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
 def _waits(
     rows: list[OpRow], work: DeviceWork, actions: Sequence[ProfiledAction], *, on_device: bool
 ) -> list[OpRow]:
-    """Return the waits of one rank, and note for each action in `rows` how long it stands still for its host."""
+    """Return the waits of one rank; set in `rows` how long each action stands still for its host."""
     comms = sorted((i for i, row in enumerate(rows) if 32 <= row.kind < 64), key=lambda i: rows[i].end)
     ends = [rows[i].end for i in comms]
     places = [i for i, row in enumerate(rows) if row.kind < Kind.WAIT and row.depth == 0]
@@ -192,7 +182,7 @@ def _waits(
     waited: set[int] = set()
 
     def gap(start: int, end: int, row: OpRow, depth: int) -> None:
-        """Add the waits of one gap, before which `row` is the next or around which it is the current action."""
+        """Add the waits of a gap before the action `row` (depth 0) or within it."""
         low, high = bisect_right(ends, start), bisect_right(ends, end)
         place = depth, row.step, row.stage, row.microbatch
         at = start
@@ -222,26 +212,24 @@ def _waits(
 
 def _at_the_latest(rows: Sequence[OpRow], outer: Sequence[OpRow], left: set[int]) -> list[OpRow]:
     """Return waits of no length, where the next work of another kind or step begins."""
-    starts = [row.start for row in outer]
-    found = []
-    for comm in sorted(left):
+    starts, found = [row.start for row in outer], []
+    for comm in sorted(left) if outer else ():
         row = rows[comm]
-        if row.kind == Kind.SEND or not outer:
+        if row.kind == Kind.SEND:
             continue
         at = bisect_left(starts, row.end)
         now = outer[max(bisect_right(starts, row.start) - 1, 0)]
         same = now.kind, now.step
         while row.kind != Kind.RECV and at < len(outer) and (outer[at].kind, outer[at].step) == same:
             at += 1
-        if at < len(outer):
-            then = outer[at]
+        for then in outer[at : at + 1]:
             place = 0, then.step, then.stage, then.microbatch
             found.append(OpRow(then.start, then.start, Kind.WAIT, *place, ref=comm))
     return found
 
 
 def _longest(waits: Sequence[OpRow], most: int) -> list[OpRow]:
-    """Return the waits for communications, and of those for the host the `most` longest."""
+    """Return all waits for communications, and the `most` longest waits for the host."""
     idle = sorted((wait.end - wait.start for wait in waits if wait.ref < 0), reverse=True)
     shortest = idle[most] if len(idle) > most else -1
     return [wait for wait in waits if wait.ref >= 0 or wait.end - wait.start > shortest]
@@ -251,7 +239,6 @@ def _longest(waits: Sequence[OpRow], most: int) -> list[OpRow]:
 
 
 def _write(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
-    """Return the records of a rank's ops, by start, and of its memory; `shift` ns are added to all times."""
     columns: dict[str, list[Any]] = {name: [row[at] for row in rows] for at, name in enumerate(OpRow._fields)}
     start, end, kind, depth = (
         np.array(columns[name], np.int64) for name in ("start", "end", "kind", "depth")
@@ -280,7 +267,7 @@ def _write(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
 
 
 def _memory(events: Events, ops: Array, shift: int) -> Array:
-    """Return the allocator's events, those of the accelerator if it has any; nothing tells what the memory is for."""
+    """Return the allocator's events, the accelerator's if it has any; no file tells what the memory is for."""
     kinds = events.memory[:, 2]  # c10::DeviceType: 0 is the host, 1 CUDA, 6 HIP, 12 XPU, 19 MTIA
     if events.on_device and not (kinds > 0).any():  # of the host only: nothing is known of the GPU's memory
         kinds = kinds[:0]

@@ -6,8 +6,6 @@
 Source: "Trace Event Format" (Google, 2016): an object with the list "traceEvents", or that list alone.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json
@@ -20,22 +18,18 @@ from typing import IO, Any
 
 from mpkit.errors import TraceError
 
-PIECE = 4 << 20
-"""Bytes that are read at a time."""
-
-UNREADABLE = 20
-"""Events that are left out at most; each takes a search through what is longer than any event."""
-
-UNZIPPED, TIMES = 64 << 20, 100
-"""Bytes that any file may come to unzipped, and those of a larger one for each byte of its own."""
+PIECE = 4 << 20  # bytes read at a time
+UNREADABLE = 20  # events that are left out at most; each takes a search through more text than any event has
+UNZIPPED, TIMES = 64 << 20, 100  # bytes that any file may have unzipped; of a larger one, per byte of its own
 
 _BETWEEN = re.compile(r"[\s,]*")
 _EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
 _BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
 _NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{)")
+_LEFT_OUT = "event that cannot be read, left out"
 
 MARKS = (b'"traceEvents"', b'"ph"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
-"""What one of the first 64 kB of a trace has: in front of the events lie devices and groups, which can be long."""
+"""Of these, the first 64 kB of a trace have one: devices and groups precede the events, and can be long."""
 
 
 def looks_like_json(path: Path) -> bool:
@@ -65,30 +59,17 @@ def _unzipped(raw: IO[bytes]) -> Any:
 
 
 class EventStream:
-    """The events of one file.
-
-    Args:
-        path: the file, JSON or JSON zipped by gzip.
-
-    Attributes:
-        header: everything beside the events, complete once all events have been read.
-        repairs: how often each thing was fixed.
-    """
+    """The events of one file of JSON, zipped by gzip or not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header: dict[str, Any] = {}
-        self.repairs: Counter[str] = Counter()
+        self.header: dict[str, Any] = {}  # everything beside the events, once all of them have been read
+        self.repairs: Counter[str] = Counter()  # how often each thing was fixed
         self._scan: Any = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
         self._text, self._at, self._is_mended = "", 0, False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the events, in the order of the file.
-
-        Raises:
-            TraceError: the file holds no object and no list of JSON, is far larger than its bytes make likely, or is
-                damaged all over.
-        """
+        """Yield the events, in the order of the file."""
         self._text = self._read()
         first = self._peek()
         if first not in ("{", "["):
@@ -107,7 +88,7 @@ class EventStream:
         self._text = ""  # columns are made of the events next
 
     def _read(self) -> str:
-        """Return the text. It grows in place: a list of pieces would be there twice when they are joined."""
+        """Return the text. It grows in place: joining a list of pieces would hold it twice."""
         text, size = "", 0
         decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
         with self.path.open("rb") as raw:
@@ -169,12 +150,11 @@ class EventStream:
                 if not self._is_mended:
                     self._mend()
                     continue
-            following = _NEXT_EVENT.search(self._text, self._at)
-            if following is None:
+            if (following := _NEXT_EVENT.search(self._text, self._at)) is None:
                 self._at = len(self._text)
                 return None
-            self.repairs["event that cannot be read, left out"] += 1
-            if self.repairs["event that cannot be read, left out"] > UNREADABLE:
+            self.repairs[_LEFT_OUT] += 1
+            if self.repairs[_LEFT_OUT] > UNREADABLE:
                 raise TraceError(
                     f"{self.path}: more than {UNREADABLE} events are no JSON, as {self._quote()}"
                 )

@@ -6,25 +6,88 @@ clocks      hosts' clocks put on one
 records     each rank's ops
 facts       in `meta["imported"]`: files, ranks, clocks, what bounds kernels
 notes       what a reader should know, in sentences: what is absent, unknown, fixed or assumed
-"""
 
-from __future__ import annotations
+A collective ends on all of its ranks at the same moment, which aligns clocks: for each pair of ranks the offset is the
+median, over the collectives that they share, of the difference of the ends. It minimizes the sum of absolute residuals,
+so that a few late ends do not move it. Ranks that share no collective with the first one are reached over others; ranks
+of one host share a clock. If what is left is not small beside the time between collectives, the n-th of one file is not
+the n-th of the other (sampled files, or other windows): such clocks stay as they are. HolisticTraceAnalysis and
+Scalasca synchronize time stamps the same way.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpkit.common.units import seconds
 from mpkit.devices.catalogue import hardware
 from mpkit.errors import TraceError
-from mpkit.timeline.foreign.announced_plan import said_by
-from mpkit.timeline.foreign.clocks import ClockAlignment, align
+from mpkit.timeline.foreign.actions import cut_steps, profiled_steps
+from mpkit.timeline.foreign.announced_plan import count_announcements
 from mpkit.timeline.foreign.communication import Comm, communications
 from mpkit.timeline.foreign.kineto import TABLE, Events
-from mpkit.timeline.foreign.phases import cut_steps, profiled_steps
 from mpkit.timeline.foreign.rank import group_of, rank_trace
 from mpkit.trace import Kind, Trace
+
+Ends = dict[tuple[tuple[tuple[int, ...], int], int], int]
+"""When each collective ended on a rank, by its members and kind, and its number."""
+
+
+class ClockAlignment(NamedTuple):
+    """How one rank's clock was put on the first one's."""
+
+    offset: int = 0  # ns that are added to its times
+    residual: int = 0  # ns: the median of what is left of the differences of ends
+    shared: int = 0  # the collectives whose ends were compared; 0 if the clock is used as it is
+
+
+def align(parts: Sequence[Events], comms: Sequence[Sequence[Comm]]) -> list[ClockAlignment]:
+    """Return each rank's clock; a rank of unknown host has a clock of its own."""
+    ends = [_ends(mine, events.origin) for mine, events in zip(comms, parts, strict=True)]
+    clocks: dict[int, ClockAlignment] = {}
+    reached: list[int] = []
+    while len(clocks) < len(ends):
+        if not reached:
+            reached.append(next(rank for rank in range(len(ends)) if rank not in clocks))
+            clocks[reached[0]] = ClockAlignment()
+        one = reached.pop(0)
+        for other in set(range(len(ends))) - set(clocks):
+            if parts[one].host and parts[one].host == parts[other].host:
+                clocks[other] = clocks[one]
+            elif (found := _offset(ends[one], ends[other])).shared:
+                clocks[other] = found._replace(offset=found.offset + clocks[one].offset)
+            else:
+                continue
+            reached.append(other)
+    return [clocks[rank] for rank in range(len(ends))]
+
+
+def _ends(comms: Sequence[Comm], origin: int) -> Ends:
+    counted: Counter[tuple[tuple[int, ...], int]] = Counter()
+    ends: Ends = {}
+    for comm in comms:
+        if comm.kind not in (Kind.SEND, Kind.RECV) and len(comm.members) > 1:
+            key = comm.members, int(comm.kind)
+            number = comm.sequence if comm.sequence >= 0 else counted[key]
+            ends[key, number] = comm.end + origin
+            counted[key] += 1
+    return ends
+
+
+def _offset(one: Ends, other: Ends) -> ClockAlignment:
+    """Return the clock of `other` as seen by `one`; unshifted if they do not share the same collectives."""
+    counts = [Counter(key for key, _ in ends) for ends in (one, other)]
+    shared = one.keys() & other.keys()
+    whole = [one[each] - other[each] for each in shared if counts[0][each[0]] == counts[1][each[0]]]
+    if not whole:
+        return ClockAlignment()
+    offset = int(np.median(whole))
+    residual = int(np.median(np.abs(np.array(whole) - offset)))
+    between = np.median(np.diff(sorted(one.values()))) if len(one) > 1 else np.inf
+    return ClockAlignment(offset, residual, len(whole)) if residual < between / 4 else ClockAlignment()
 
 
 def machine_of(device: str) -> str:
@@ -38,11 +101,7 @@ def machine_of(device: str) -> str:
 
 
 def import_traces(paths: Sequence[Path]) -> Trace:
-    """Return the Trace of these files.
-
-    Raises:
-        TraceError: a file is no JSON, there are no events of torch.profiler's, or two files are of the same rank.
-    """
+    """Return the Trace of these files."""
     parts = [Events(path) for path in paths]
     _refuse_others(parts)
     parts = _in_order(parts)
@@ -65,7 +124,7 @@ def import_traces(paths: Sequence[Path]) -> Trace:
         "gpu": device,
         "clocks": [clock._asdict() for clock in clocks],
         "groups": [_groups(mine, index, at) for at, mine in enumerate(comms)],
-        "said": [said_by(events) for events in parts],
+        "said": [count_announcements(events) for events in parts],
         "bounds": [bounds for _, bounds in written],
     }
     imported["notes"] = list(notes_on(parts, imported, clocks, comms))
@@ -98,11 +157,7 @@ def _refuse_others(parts: Sequence[Events]) -> None:
 
 
 def _in_order(parts: list[Events]) -> list[Events]:
-    """Return the files by rank, those of unknown rank last.
-
-    Raises:
-        TraceError: two files are of the same rank.
-    """
+    """Return the files by rank, those of unknown rank last; a TraceError if two are of the same rank."""
     counted = Counter(events.about.rank for events in parts if events.about.rank is not None)
     rank, many = max(counted.items(), key=lambda item: item[1], default=(0, 0))
     if many > 1:
@@ -124,7 +179,7 @@ def _ranks_of(parts: Sequence[Events]) -> list[int]:
 
 
 def _groups(comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> dict[str, list[Any]]:
-    """Return how many ranks a rank's groups really have, absent ones too, and their axis, by kind and group."""
+    """Return the size (with absent ranks) and the axis of each group of a rank, by kind and group."""
     counted: dict[str, Counter[tuple[int, str]]] = {}
     for comm in comms:
         key = f"{comm.kind.word} {group_of(comm, index, mine)}"

@@ -6,8 +6,6 @@ on another one                  by the roofline; of unknown FLOPs, the measured 
 an imported trace on another    its kernels scaled by what bounds them, since it has no FLOPs
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
@@ -28,27 +26,18 @@ Cost = Callable[[Array], Array]
 
 
 class ReplayMachine(NamedTuple):
-    """A machine to replay on.
-
-    Attributes:
-        hardware: its devices and links.
-        cost: by rank, the cost of ops on its device.
-        includes_copies: whether an action's cost includes that of the copies within it, as measured times do.
-        notes: what a reader should know of the times.
-    """
+    """A machine to replay on."""
 
     hardware: Hardware
-    cost: Callable[[int], Cost]
-    includes_copies: bool
-    notes: list[str]
+    cost: Callable[[int], Cost]  # by rank
+    includes_copies: (
+        bool  # whether an action's cost includes that of the copies within it, as measured times do
+    )
+    notes: list[str]  # what a reader should know of the times
 
 
 def machine_of(wanted: Hardware | str | None, meta: Mapping[str, Any], world_size: int) -> ReplayMachine:
-    """Return the machine that is wanted, or that of the run.
-
-    Raises:
-        ValueError: it has fewer devices than there are ranks, or a dry run was for one that is not in the catalogue.
-    """
+    """Return the machine that is wanted, or that of the run."""
     fake, imported, name = meta.get("fake"), meta.get("imported"), str(meta.get("hardware") or "")
     on_gpu = meta.get("device") in TIMED_BY_EVENTS
     if wanted is not None:
@@ -105,7 +94,7 @@ def machine_of(wanted: Hardware | str | None, meta: Mapping[str, Any], world_siz
 
 
 def _scaling(bounds: list[Mapping[str, Mapping[str, int]]], own: Hardware, chosen: Hardware) -> str:
-    """Say how imported kernels are scaled to another device, and how much of their time by what."""
+    """Say how imported kernels are scaled to another device, and which shares of their time."""
     sums = sum((Counter(each) for kinds in bounds for each in kinds.values()), Counter[str]())
     listed = (f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common())
     return (
@@ -138,9 +127,8 @@ def _in_words(link: Link) -> str:
 
 
 def _on_cpu(ops: Array) -> Array:
-    """Return the CPU time that the rank's thread used, which is what it would have taken on a core of its own."""
-    used = np.where(ops["kind"] < 32, ops["cpu"], ops["end"] - ops["start"])
-    return used * 1e-9
+    """Return the CPU time of the rank's thread, which an op would take on a core of its own."""
+    return np.where(ops["kind"] < 32, ops["cpu"], ops["end"] - ops["start"]) * 1e-9
 
 
 def _on_gpu(ops: Array) -> Array:
@@ -149,7 +137,7 @@ def _on_gpu(ops: Array) -> Array:
 
 
 def _launched_time(ops: Array, scale: Array | None = None) -> Array:
-    """Return the time of an imported trace's kernels, scaled by kind, and that in which they stood still."""
+    """Return the time of an imported trace's kernels, scaled by kind, plus the time in which they stood still."""
     still = np.where(ops["kind"] < Kind.WAIT, ops["value"], 0.0)
     return _on_cpu(ops) * (1.0 if scale is None else scale[ops["kind"]]) + still
 
@@ -178,6 +166,6 @@ def _roofline(ops: Array, device: Device, dtype: str, otherwise: Array) -> Array
 
 
 def _copied(ops: Array, device: Device, otherwise: Array) -> Array:
-    """Return the time of copies over a device's bus to its host, and of other ops what it is otherwise."""
+    """Return the time of copies over a device's bus to its host; of other ops, `otherwise`."""
     copies = (ops["kind"] >= Kind.COPY_TO_DEVICE) & (ops["kind"] < Kind.DATA) & (ops["bytes"] > 0)
     return np.where(copies, ops["bytes"] / device.host, otherwise)

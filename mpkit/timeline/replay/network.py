@@ -13,8 +13,6 @@ member arrives.
         of uneven parts takes as long as its busiest rank needs
 """
 
-from __future__ import annotations
-
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -27,7 +25,6 @@ Moment = tuple[float, int, int]
 """When which op of which rank asks: time, rank, op. No two are the same."""
 
 _SEND, _RECV, _ALL_TO_ALL = int(Kind.SEND), int(Kind.RECV), int(Kind.ALL_TO_ALL)
-
 
 Settled = tuple[int, int, float, float, float]
 """A rank's part of a communication, with its time: rank, op, start, end, issued."""
@@ -72,7 +69,7 @@ class ReplayNetwork:
         self._in = [0.0] * world_size * 2
 
     def know(self, group: int, text: str) -> None:
-        """Record what a group's number stands for: "0,1,2,3" for a collective's group, "0>1#tag" for a message's."""
+        """Record the name of a group's number: "0,1,2,3" for a collective's group, "0>1#tag" for a message's."""
         if group not in self._routes:
             self._routes[group] = self._parse(text)
 
@@ -124,10 +121,8 @@ class ReplayNetwork:
         start = max(ready, self._out[way_out], self._in[way_in] - latency)
         left = self._out[way_out] = start + wire
         arrived = self._in[way_in] = start + latency + wire
-        settled = [
-            (rank, op, start, left if rank == source else arrived, issued)
-            for issued, rank, op in request.asked
-        ]
+        asked = request.asked
+        settled = [(rank, op, start, left if rank == source else arrived, now) for now, rank, op in asked]
         request.start, request.end = start, arrived
         if len(settled) == 2:
             self._open.pop(request.key, None)  # of a damaged trace, which has the message twice
@@ -135,25 +130,23 @@ class ReplayNetwork:
 
     def _collective(self, request: _Request, ready: float) -> list[Settled]:
         members, *_, ways = request.route
-        start = ready
-        for way in ways:
-            start = max(start, self._out[way], self._in[way])
+        start = max(ready, *(max(self._out[way], self._in[way]) for way in ways))
         end = start + self._hardware.time(request.kind, request.nbytes, members, self._parts_of(request))
         for way in ways:
             self._out[way] = self._in[way] = end
         return [(rank, op, start, end, issued) for issued, rank, op in request.asked]
 
     def _parts_of(self, request: _Request) -> list[list[float]] | None:
-        """Return what each member sends to each, where any sends uneven parts; who is silent sends equal ones."""
+        """Return the bytes from each member to each if any sends uneven parts; the others send equal ones."""
         uneven = {rank: self._parts.pop((rank, op), {}) for _, rank, op in request.asked}
         if not any(uneven.values()):
             return None
         members, n = request.route.members, len(request.route.members)
-        even = {rank: request.payloads.get(rank, 0) / n for rank in members}
-        return [
-            [uneven[rank].get(to, 0.0) if uneven.get(rank) else even[rank] for to in range(n)]
-            for rank in members
-        ]
+        rows = []
+        for rank in members:
+            even, own = request.payloads.get(rank, 0) / n, uneven.get(rank)
+            rows.append([own.get(to, 0.0) if own else even for to in range(n)])
+        return rows
 
     def _parse(self, text: str) -> _Route | None:
         ends, is_message, _ = text.partition("#")
@@ -161,15 +154,14 @@ class ReplayNetwork:
             members = tuple(int(part) for part in ends.split(">" if is_message else ","))
         except ValueError:
             return None
-        if not all(0 <= rank < self._world_size for rank in members):
-            return None
-        if is_message and (len(members) != 2 or members[0] == members[1]):
+        is_pair = len(members) == 2 and members[0] != members[1]
+        if not all(0 <= rank < self._world_size for rank in members) or (is_message and not is_pair):
             return None
         link = self._hardware.link_of(members)
         return _Route(members, link, bool(is_message), link.transfer(_SEND, 1.0), self._ways(members))
 
     def _ways(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ways that are occupied when these ranks communicate."""
+        """Return the ways that these ranks occupy when they communicate."""
         nodes = {self._hardware.node_of(rank) for rank in members}
         network = len(nodes) > 1 and self._hardware.between is not None
         within = len(nodes) < len(members) or not network

@@ -6,8 +6,6 @@ the waiting: each WAIT that really has to wait delays everything after it, so be
 constant. Only communication and waits are processed one by one; the rest is arithmetic on whole arrays.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
@@ -25,24 +23,18 @@ Array = npt.NDArray[Any]
 class RankProgram:
     """One rank's ops, as far as they have been fed.
 
-    Args:
-        cost: the seconds of compute of each op of (n,) of `OP`.
-        holds_steps: whether a step's times are known when it is over, as a GPU's are.
-        includes_copies: whether an action's time includes that of the copies inside it.
-
-    Attributes:
-        ops: the ops taken so far, (n,) of `OP`.
-        work, done: seconds of work before each op and at its end.
-        close: for each op, the first later op that is not inside it; the op ends after all waits before that one.
-        pauses: each WAIT that had to wait: the op, then its end on the clock and on the work axis.
+    `cost` returns the seconds of compute of (n,) of `OP`. `holds_steps`: a step's times are known when it is over, as a
+    GPU's are; `includes_copies`: an action's time includes that of the copies inside it.
     """
 
     def __init__(self, cost: Callable[[Array], Array], holds_steps: bool, includes_copies: bool) -> None:
         self._cost, self._holds_steps, self._includes_copies = cost, holds_steps, includes_copies
-        self._records = self.ops = np.empty(0, OP)  # as many as there are, and those that were taken
-        self.work = self.done = np.empty(0)
+        self._records = self.ops = np.empty(0, OP)  # all records, and those that were taken so far
+        self.work = self.done = np.empty(0)  # seconds of work before each op and at its end
+        # For each op, the first later op that is not inside it: the op ends after all waits before that one.
         self.close = np.empty(0, np.int64)
         self.total = 0.0  # total work
+        # Each WAIT that had to wait: the op, then its end on the clock and on the work axis.
         self.pauses: list[tuple[int, float, float]] = [(-1, 0.0, 0.0)]
         self._step: tuple[int, int] | None = None  # op and number of the current step
 
@@ -56,7 +48,7 @@ class RankProgram:
         """The records that could not be taken yet: (n,) of `OP`."""
         return self._records[self.count :]
 
-    # ---- taking records -----------------------------------------------------------------------------------
+    # ---- taking records
 
     def feed(self, ops: Array) -> None:
         """Store all records so far, of which those that were open may have ended by now."""
@@ -74,7 +66,7 @@ class RankProgram:
         return slice(first, stop)
 
     def _whole(self, final: bool) -> int:
-        """Return how many of the records that are left can be taken: those before the first that is still open.
+        """Count the records that can be taken now: those before the first that is still open.
 
         An action is taken once something after it has begun, since what is inside it may not have been read yet.
         """
@@ -85,12 +77,9 @@ class RankProgram:
         stop = int(is_open[0]) if len(is_open) else len(tail)
         if final:
             return stop
-        if self._holds_steps:  # a GPU's times are known when the step is over
-            steps = np.flatnonzero(kind[:stop] == _STEP)
-            stop = int(steps[-1]) if len(steps) else stop
-        actions = np.flatnonzero((kind[:stop] < _WAIT) & (tail["depth"][:stop] == 0))
-        if len(actions):
-            last = int(actions[-1])
+        if self._holds_steps and len(steps := np.flatnonzero(kind[:stop] == _STEP)):
+            stop = int(steps[-1])
+        for last in np.flatnonzero((kind[:stop] < _WAIT) & (tail["depth"][:stop] == 0))[-1:].tolist():
             if not (tail["start"][last + 1 :] >= tail["end"][last]).any():
                 stop = last
         return stop
@@ -110,13 +99,12 @@ class RankProgram:
         copied = np.where(copies & within, cost, 0.0) * (not self._includes_copies)
         if copied.any():  # copies inside an action lengthen it
             np.add.at(seconds, action[copied > 0], copied[copied > 0])
-        sums = np.cumsum(
-            np.concatenate([[self.total], seconds])
-        )  # the same order of summation, whether records arrive at once or in parts
+        # The order of summation is the same whether records arrive at once or in parts.
+        sums = np.cumsum(np.concatenate([[self.total], seconds]))
         work, done, total = sums[:-1].copy(), sums[1:].copy(), float(sums[-1])
         close = here + 1
         if within.any():
-            close = _closes(depth, kind < _COMM, within, action)
+            close = _closes(depth, kind < _COMM, within)
             self._place_within(ops, np.flatnonzero(within), action, close, seconds, copied, work, done)
         self.total = total
         self.work, self.done = np.concatenate([self.work, work]), np.concatenate([self.done, done])
@@ -125,15 +113,8 @@ class RankProgram:
 
     @staticmethod
     def _place_within(
-        ops: Array,
-        inner: Array,
-        action: Array,
-        close: Array,
-        seconds: Array,
-        copied: Array,
-        work: Array,
-        done: Array,
-    ) -> None:
+        ops: Array, inner: Array, action: Array, close: Array, seconds: Array, copied: Array, work: Array, done: Array
+    ) -> None:  # fmt: skip
         """Divide an action's work among its layers in proportion to their wall time, less the waits.
 
         Copies are treated alike, unless they have times of their own, `copied`, which are added.
@@ -160,8 +141,7 @@ class RankProgram:
 
     def _find_steps(self, ops: Array, first: int) -> None:
         """Find the steps among new ops: a step is over where the first op of another one begins."""
-        step = ops["step"]
-        position = 0
+        step, position = ops["step"], 0
         while True:
             if self._step is not None:
                 other = np.flatnonzero(step[position:] != self._step[1])
@@ -182,7 +162,7 @@ class RankProgram:
             self.close[self._step[0]] = close
             self._step = None
 
-    # ---- the clock ----------------------------------------------------------------------------------------
+    # ---- the clock
 
     @property
     def time(self) -> float:
@@ -191,7 +171,7 @@ class RankProgram:
         return time + (self.total - work)
 
     def forget(self, before: int) -> None:
-        """Drop the pauses that only ops before this one need, which will not be asked about any more."""
+        """Drop the pauses that only ops before this one need."""
         del self.pauses[: max(0, bisect_left(self.pauses, (before,)) - 1)]
 
     def clock(self, work: Array, op: Array) -> Array:
@@ -201,14 +181,12 @@ class RankProgram:
         return paused[which, 1] + (work - paused[which, 2])  # type: ignore[no-any-return]
 
 
-def _closes(depth: Array, computes: Array, within: Array, action: Array) -> Array:
+def _closes(depth: Array, computes: Array, within: Array) -> Array:
     """Return, for each op of the compute lane, the first op after it that is not inside it."""
-    here = np.arange(len(depth))
-    close = here + 1
-    outside = ~within
+    close = np.arange(len(depth)) + 1
     for level in np.unique(depth[computes]):
         # It ends at the next op of the compute lane that is no deeper, or at anything outside of the action.
-        ends = np.flatnonzero(outside | (computes & (depth <= level)))
+        ends = np.flatnonzero(~within | (computes & (depth <= level)))
         mine = np.flatnonzero(computes & (depth == level))
         after = np.searchsorted(ends, mine, side="right")
         close[mine] = np.append(ends, len(depth))[after]

@@ -27,8 +27,6 @@ to try:
     explore.js   two of these in a notebook
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 from mpkit.views.theme import substitute_theme

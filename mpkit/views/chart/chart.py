@@ -15,8 +15,6 @@ A result's chart is a function of a few lines that returns one (`views/*/…_cha
     cells     a cell per place and series, its colour by the value
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,15 +32,10 @@ Ink = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class Unit:
-    """How amounts are written.
-
-    Attributes:
-        words: an amount in words.
-        levels: levels(highest, most) returns at most `most` + 1 round amounts up to the highest, with their words.
-    """
+    """How amounts are written; `levels(highest, most)` returns at most `most` + 1 round ones up to the highest."""
 
     words: Callable[[float], str]
-    levels: Callable[[float, int], list[tuple[float, str]]]
+    levels: Callable[[float, int], list[tuple[float, str]]]  # amounts with their words
 
 
 def _plain(words: Callable[[float], str], highest: float, most: int) -> list[tuple[float, str]]:
@@ -74,83 +67,50 @@ def bytes_of_memory(like: float = 0) -> Unit:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis.
-
-    Attributes:
-        title: what its amounts are.
-        unit: how they are written.
-        low, high: where it begins and ends; None: with the data, and where bars stand, at 0.
-        log: whether it is logarithmic.
-        at: the amounts that are written, where they are not the unit's round ones.
-        hidden: whether it is not drawn.
-    """
+    """An axis."""
 
     title: str = ""
     unit: Unit = NUMBER
-    low: float | None = None
+    low: float | None = None  # where it begins; None: with the data, and under bars at 0
     high: float | None = None
     log: bool = False
-    at: Sequence[float] = ()
+    at: Sequence[float] = ()  # the amounts that are written, if not the unit's round ones
     hidden: bool = False
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values with a name.
-
-    Attributes:
-        name: in the legend.
-        values: one per place; None where there is none.
-        ink: its colour; "": the next of the theme's.
-        look: how it is drawn: stacked ("fill"), as a line, points joined by one, ...; "mark" is a line across each
-            place, such as a formula's value.
-        at: the numbers that the values are at, where they are not those of the panel's places.
-        labels: what stands at each value.
-        told: each value in words, for the pointer; where it is left out, the unit's.
-        inks: a colour for each value.
-        key: its words in the legend, if they are not its name; None: it is not there.
-    """
+    """Values with a name."""
 
     name: str
-    values: Sequence[float | None]
-    ink: Ink = ""
-    look: Look = "fill"
-    at: Sequence[float] = ()
-    labels: Sequence[str] = ()
-    told: Sequence[str] = ()
-    inks: Sequence[Ink] = ()
-    key: str | None = ""
+    values: Sequence[float | None]  # one per place; None: no value
+    ink: Ink = ""  # "": the next of the theme's
+    look: Look = "fill"  # "fill" is stacked; "mark" is a line across each place, such as a formula's value
+    at: Sequence[float] = ()  # the numbers that the values are at, if not those of the panel's places
+    labels: Sequence[str] = ()  # written at each value
+    told: Sequence[str] = ()  # each value in words for the pointer; by default in the unit's
+    inks: Sequence[Ink] = ()  # a colour for each value
+    key: str | None = ""  # its words in the legend, if not its name; None: not in the legend
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Series over places.
+    """Series over places."""
 
-    Attributes:
-        series: in the order in which they are stacked.
-        places: the names of bars, rows or columns; or the numbers that lines are at.
-        kind: see the module.
-        title, note: above it, left and right.
-        x, y: the axes; of rows, `x` is that of the values.
-        groups: names of neighbouring places, each with their number.
-        ends: what stands at the end of each bar.
-        limit: a line across the values that must not be passed, such as a device's memory, in words too.
-        peak: whether a line marks the highest sum.
-        keys: whether its legend stands below it, instead of below all panels.
-    """
-
-    series: Sequence[Series]
-    places: Sequence[object] = ()
+    series: Sequence[Series]  # in the order in which they are stacked
+    places: Sequence[object] = ()  # the names of bars, rows or columns; or the numbers that lines are at
     kind: Kind = "bars"
-    title: str = ""
-    note: str = ""
-    x: Axis = field(default_factory=Axis)
+    title: str = ""  # above it, on the left
+    note: str = ""  # above it, on the right
+    x: Axis = field(default_factory=Axis)  # of rows, the axis of the values
     y: Axis = field(default_factory=Axis)
-    groups: Sequence[tuple[str, int]] = ()
-    ends: Sequence[str] = ()
-    limit: tuple[float, str] | None = None
-    peak: bool = False
-    keys: bool = False
+    groups: Sequence[tuple[str, int]] = ()  # names of neighbouring places, each with their number
+    ends: Sequence[str] = ()  # written at the end of each bar
+    limit: tuple[float, str] | None = (
+        None  # a line that values must not pass, such as a device's memory; its words
+    )
+    peak: bool = False  # whether a line marks the highest sum
+    keys: bool = False  # whether its legend is below it, instead of below all panels
 
     @property
     def unit(self) -> Unit:
@@ -165,30 +125,18 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
-
-    Attributes:
-        title: above it.
-        panels: from left to right, line by line.
-        told: the chart in words, for readers who cannot see it.
-        below, note: a line below the title, and one below the panels.
-        across: the most panels side by side.
-        least: the pixels that a panel needs in width.
-        tall: the pixels of a panel's height; rows and cells have their own.
-        shared: whether all panels have one scale.
-        left_out: what is not drawn.
-    """
+    """A chart."""
 
     title: str
-    panels: Sequence[Panel]
-    told: str = ""
-    below: str = ""
-    note: str = ""
-    across: int = 3
-    least: float = 260.0
-    tall: float = 200.0
-    shared: bool = True
-    left_out: str = ""
+    panels: Sequence[Panel]  # from left to right, line by line
+    told: str = ""  # the chart in words, for readers who cannot see it
+    below: str = ""  # a line below the title
+    note: str = ""  # a line below the panels
+    across: int = 3  # the most panels side by side
+    least: float = 260.0  # the pixels that a panel needs in width
+    tall: float = 200.0  # the pixels of a panel's height; rows and cells have their own
+    shared: bool = True  # whether all panels have one scale
+    left_out: str = ""  # what is not drawn, in words
 
 
 def chart_text(chart: Chart) -> str:

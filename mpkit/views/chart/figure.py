@@ -1,7 +1,5 @@
 """A chart as a plotly Figure, for notebooks: the same colours and words, with zoom and numbers under the pointer."""
 
-from __future__ import annotations
-
 from textwrap import wrap
 from typing import Any
 

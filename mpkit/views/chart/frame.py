@@ -1,7 +1,5 @@
 """The frame of a panel: scales from amounts to pixels, axes with round numbers, colours as classes, words."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

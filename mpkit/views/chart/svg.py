@@ -4,8 +4,6 @@ chart_svg   the sheet: panels line by line, the legend, the notes
 _bars ...   what stands in a panel, by its kind; `frame.py` has the axes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The dashboard's text as HTML, every string escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,14 +20,9 @@ _MONO = f"font:12px/1.45 {MONO}"
 
 
 def head(title: str, status: str, proof: Proof | None = None, *, wraps: bool = False) -> str:
-    """Return the title, the run's status and the badge of its proof.
+    """Return the run's title, its status ("running", "finished", ..., or how it starts) and the badge of its proof.
 
-    Args:
-        title: what the run is called.
-        status: "running", "finished", "stopped", "failed", or how it starts.
-        proof: what the run has proved so far.
-        wraps: whether it may take several lines; else it is one, so that nothing below moves while a run goes on, and
-            the title is cut if they do not all fit.
+    Unless it `wraps` it is one line, with a title that is cut to fit, so that nothing below moves while a run goes on.
 
     >>> "&lt;b&gt;" in head("<b>", "running")
     True

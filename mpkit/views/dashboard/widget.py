@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mpkit.common.display import image
 from mpkit.common.missing_packages import needs_notebook
-from mpkit.timeline.diagnosis.bubble_words import bubble_words
+from mpkit.timeline.idleness import bubble_words
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
@@ -59,13 +59,7 @@ LINES = 500
 
 
 class Dashboard:
-    """The widgets of a run. All methods may be called from any thread.
-
-    Args:
-        title: what the run is called.
-        ranks: the number of ranks.
-        steps: the total number of steps; None if it is unknown.
-    """
+    """The widgets of a run of so many steps (None: unknown). All methods may be called from any thread."""
 
     def __init__(self, title: str, ranks: int, steps: int | None) -> None:
         self.title, self.steps = title, steps
@@ -251,7 +245,7 @@ def _pictures(timeline: Timeline, note: str) -> str:
 
 
 class RunView:
-    """Observes a training or a watched program (`mpkit.launch.session.execution.Observer`), and fills a Dashboard."""
+    """Observes a training or a watched program (`Execution.look`), and fills a Dashboard."""
 
     def __init__(self, run: Execution, board: Dashboard | None = None) -> None:
         self.run = run

@@ -11,8 +11,6 @@ A colour with less than 3:1 against the background is drawn with an outline (`ou
 `tests/views/test_pictures.py` computes contrasts, and distances as deuteranopes see them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any

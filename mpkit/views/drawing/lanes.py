@@ -4,8 +4,6 @@ On a mesh with more than one axis, ranks with the same pp and dp form a group: t
 stage of one replica. A group has a thin header; when folded, it shows its first rank's lane for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +17,10 @@ FOLDED = 16
 
 @dataclass(frozen=True)
 class LaneGroup:
-    """Ranks that belong together.
+    """Ranks that belong together."""
 
-    Attributes:
-        place: what they share, such as "pp0 dp1".
-        ranks: ascending, without gaps.
-    """
-
-    place: str
-    ranks: tuple[int, ...]
+    place: str  # what they share, such as "pp0 dp1"
+    ranks: tuple[int, ...]  # ascending, without gaps
 
     @property
     def heading(self) -> str:

@@ -1,7 +1,5 @@
 """How often a view of a run is made."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

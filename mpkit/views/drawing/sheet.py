@@ -8,8 +8,6 @@ ticks      round numbers for axes: of time, and of amounts such as bytes
 A sheet's classes: `ground` and `words`, `faint`, `line` as in `Theme`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -33,10 +31,7 @@ def ticks(duration: float, most: int) -> list[tuple[float, str]]:
 def memory_levels(highest: float, most: int, like: float = 0) -> list[tuple[float, str]]:
     """Return at most `most` + 1 amounts of memory from 0 to `highest`, round in its unit.
 
-    Args:
-        highest: bytes.
-        most: how many amounts above 0.
-        like: the largest amount beside the axis, whose unit is taken if it is more than `highest`.
+    Their unit is that of `like`, the largest amount beside the axis, if that is more than `highest`.
 
     >>> [words for _, words in memory_levels(45 * 2**30, 3)]
     ['0', '20 GiB', '40 GiB']

@@ -16,8 +16,8 @@ from mpkit.views.theme import ALARM
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.estimate import Estimate
+    from mpkit.prediction.experiments.by_strategy import MemoryByStrategy
     from mpkit.prediction.experiments.compare import MemoryByPlan
-    from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
     from mpkit.timeline.timeline import Timeline
 
 
@@ -28,13 +28,10 @@ BARS = 16
 
 
 def memory_over_time(timeline: Timeline, title: str = "", highest: float = 0, like: float = 0) -> Chart:
-    """Return the memory of each GPU over time, stacked by category, its peak marked and said.
+    """Return the memory of each GPU over time, stacked by category, its peak marked and in words.
 
-    Args:
-        timeline: whose `held` to draw.
-        title: a heading.
-        highest: the bytes that the scale reaches at least, so that charts can be compared.
-        like: the largest amount beside the chart, whose unit it has too; 0: its own largest.
+    Charts that are compared share `highest`, bytes that the scale reaches at least, and the unit of `like`, the largest
+    amount beside them.
     """
     ranks = range(min(timeline.world_size, MOST))
     memories = [memory_of(timeline, rank, points=300) for rank in ranks]

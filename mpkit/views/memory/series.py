@@ -4,8 +4,6 @@ A step function with a change for each tensor is reduced to at most `points` mom
 moment is kept at which most was held, so that no peak is lost.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -84,17 +82,11 @@ def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory that one rank held.
+    """The memory that one rank held."""
 
-    Attributes:
-        times: (n,) seconds from the picture's start, ascending.
-        levels: (n, categories) bytes held from each time on.
-        peak: the index of the moment at which most was held.
-    """
-
-    times: npt.NDArray[Any]
-    levels: npt.NDArray[Any]
-    peak: int
+    times: npt.NDArray[Any]  # (n,) seconds from the picture's start, ascending
+    levels: npt.NDArray[Any]  # (n, categories) bytes held from each time on
+    peak: int  # the index of the moment at which most was held
 
     @property
     def total(self) -> int:
@@ -148,13 +140,7 @@ def share_text(nbytes: float, device: int) -> str:
 
 
 def held_text(timeline: Timeline, amount: float, like: float = 0) -> str:
-    """Format bytes or, for a simulation, which counts a 1 for each live activation, micro-batches.
-
-    Args:
-        timeline: where the amount is from.
-        amount: bytes, or micro-batches.
-        like: the largest amount beside it, whose unit it has too.
-    """
+    """Format bytes in the unit of `like`, the largest amount beside them; of a simulation, live micro-batches."""
     if timeline.clock == "simulated":
         return f"{amount:.0f} micro-batch{'es' * (round(amount) != 1)}"
     return memory_text(amount, like)

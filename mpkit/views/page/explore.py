@@ -1,7 +1,5 @@
 """mk.explore: compare schedules in a notebook, with sliders."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpkit.common.tracebacks import public

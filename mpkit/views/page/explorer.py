@@ -25,26 +25,19 @@ except ImportError as error:
 
 
 class Explorer(anywidget.AnyWidget):
-    """Schedules side by side, on one time axis; see `mpkit.explore`.
-
-    Attributes:
-        sections: the controls of each side as HTML.
-        data: the schedules that the script plays.
-        look: colours and words.
-        still: the comparison that is shown where no script runs.
-    """
+    """Schedules side by side, on one time axis; see `mpkit.explore`."""
 
     _esm = esm((*TRIAL, "explore"), "explorer")
     _css = css()
-    sections = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    data = traitlets.Unicode().tag(sync=True)
-    look = traitlets.Dict().tag(sync=True)
+    sections = traitlets.List(traitlets.Unicode()).tag(sync=True)  # the controls of each side as HTML
+    data = traitlets.Unicode().tag(sync=True)  # the schedules that the script plays
+    look = traitlets.Dict().tag(sync=True)  # colours and words
 
     def __init__(self, schedules: Sequence[str], setting: Mapping[str, float], still: Comparison) -> None:
         place = f"explore-{uuid4().hex}"  # a notebook may show several: labels find their controls by ids
         sections = [controls(f"{place}-{i}", name, setting) for i, name in enumerate(schedules)]
         super().__init__(sections=sections, data=pack_schedules(), look=look())
-        self.still = still
+        self.still = still  # shown where no script runs
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, together with what is shown where no kernel runs."""

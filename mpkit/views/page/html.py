@@ -9,8 +9,6 @@ The page contains the spans as the widget's binary batches, compressed. Until th
 script may run, the page shows the same pictures as SVG.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from base64 import b64encode
@@ -167,9 +165,8 @@ def _section(
         tracks += f'<script type="text/plain" data-path="{number}">{_pack_bytes(slack)}</script>'
     still = svg(timeline, step=step, fold=timeline.world_size > FOLDED)
     heading = f"<h2>{escape(name)}</h2>" if name else ""
-    if proof_notes(timeline.meta) and set(proof_notes(timeline.meta)) <= set(
-        timeline.notes
-    ):  # not of a prediction
+    # Not of a prediction.
+    if proof_notes(timeline.meta) and set(proof_notes(timeline.meta)) <= set(timeline.notes):
         heading += f"<p class='intro'>{badge(Proof.from_trace(timeline.meta['proof']))}</p>"
     heading += f"<p class='intro'>{escape(caption)}</p>" if caption else ""
     memory = (

@@ -7,8 +7,6 @@
 The script (`mpkit/views/browser/played.js`, `trial.js`) plays a schedule as `mpkit.simulate` does.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from base64 import b64encode
@@ -78,13 +76,10 @@ def trial(p: int, m: int) -> str:
 
 
 def controls(place: str, schedule: str, setting: Mapping[str, float], still: str = "") -> str:
-    """Return the controls as HTML, and below them the place of the panel.
+    """Return the controls as HTML, whose ids begin with `place`, and below them the place of the panel.
 
-    Args:
-        place: the beginning of the ids of the controls.
-        schedule: what is chosen at first: a name, or rows of one's own.
-        setting: where sliders stand at first, by name, if not where they usually do.
-        still: what is in the panel's place until the script has drawn it.
+    `schedule` (a name or rows) is chosen at first, `setting` has the first values of sliders by name, and `still` is in
+    the panel's place until the script has drawn it.
     """
     named = schedule in SCHEDULES
     chosen = {schedule if named else "own": " selected"}
@@ -113,9 +108,6 @@ def simulated(schedule: str, setting: Mapping[str, float]) -> Timeline:
 
     >>> simulated("zbv", {"forward": 2}).step_time
     36.0
-
-    Raises:
-        ValueError: the schedule cannot work.
     """
     at = {name: setting.get(name, slider.value) for name, slider in SLIDERS.items()}
     rows = len(schedule.split()) > 1
@@ -171,9 +163,8 @@ def pack_schedules() -> str:
 def _slider(place: str, name: str, slider: Slider) -> str:
     most = max(slider.most, slider.value)
     steps = slider.value / slider.step
-    between = (
-        name == "backward" or abs(steps - round(steps)) > 1e-9
-    )  # a browser would round what is between steps
+    # A browser would round a value between steps.
+    between = name == "backward" or abs(steps - round(steps)) > 1e-9
     step = "any" if between else slider.step
     at = f'id="{place}-{name}" name="{name}" min="{slider.least}" max="{most}" step="{step}"'
     unit = f' data-unit="{slider.unit}"' if slider.unit else ""

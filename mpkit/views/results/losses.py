@@ -4,8 +4,6 @@ What is measured in training and in evaluation shares a panel: "loss" and "eval 
 A metric that several ranks logged with different values has a line for each of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mpkit.trace.metrics import Metrics
@@ -22,11 +20,7 @@ def losses(
 ) -> Chart | None:
     """Return the loss first, then metrics in the order in which they were logged; None if there is too little to draw.
 
-    Args:
-        values: the loss of each step.
-        first_step: the number of the first of them.
-        metrics: what was logged.
-        steps: how many steps there will be: their place is kept free; None: not known.
+    `values` has the loss of each step from `first_step` on. There is room for `steps` of them (None: unknown).
     """
     lines: dict[str, dict[str, dict[int, float]]] = {}
     if values or (steps or 0) > 2:

@@ -17,7 +17,7 @@ from mpkit.views.drawing.sheet import sheet
 from mpkit.views.theme import MARGIN
 
 if TYPE_CHECKING:
-    from mpkit.timeline.token_routes import TokenRoutes
+    from mpkit.timeline.traffic import TokenRoutes
 
 
 TOP, TALL, GAP, APART, BOX, LABEL = 56.0, 240.0, 3.0, 12.0, 12.0, 64.0

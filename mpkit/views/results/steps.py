@@ -26,8 +26,8 @@ from mpkit.views.theme import GREY, REST, SERIES
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
     from mpkit.prediction.cost_model.estimate import Estimate
+    from mpkit.prediction.experiments.by_strategy import Scaling, ScalingRow
     from mpkit.prediction.experiments.compare import BubbleCurve
-    from mpkit.prediction.experiments.scaling import Scaling, ScalingRow
     from mpkit.timeline.comparison import Comparison
 
 
@@ -86,7 +86,7 @@ def scaling_chart(scaling: Scaling) -> Chart:
 
     Serial training is the first point of every other strategy's line.
     """
-    from mpkit.prediction.experiments.scaling import strategy  # imported here since it needs torch
+    from mpkit.prediction.experiments.by_strategy import strategy  # imported here since it needs torch
 
     base = min(scaling.rows, key=lambda row: row.ranks)
     ranks = sorted({row.ranks for row in scaling.rows})

@@ -11,7 +11,7 @@ from mpkit.views.theme import WHOLE_WORDS
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
-    from mpkit.timeline.volume import CommVolume
+    from mpkit.timeline.traffic import CommVolume
 
 
 # ---- what a rank sends

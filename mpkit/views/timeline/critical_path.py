@@ -48,11 +48,7 @@ def has_path(timeline: Timeline) -> bool:
 
 
 def path_of(timeline: Timeline, step: int | None = None) -> tuple[dict[str, Any], bytes]:
-    """Return the critical path of a step, packed; None: of the last complete one.
-
-    Raises:
-        ValueError: as for `Timeline.critical_path`.
-    """
+    """Return the critical path of a step, packed; None: of the last complete one."""
     path = timeline.critical_path(step)
     whole = timeline.spans["step"] == path.step if path.step >= 0 else np.ones(len(timeline.spans), bool)
     return pack_path(path, np.flatnonzero(whole), len(timeline.spans))
@@ -68,10 +64,7 @@ def pack_path(
     >>> [(rank, start, end, what) for _, rank, start, end, what in head["ops"]][:2]
     [(0, 0.0, 1.0, 'op'), (1, 1.0, 4.0, 'op')]
 
-    Args:
-        path: of a step.
-        rows: the rows of the step's spans among those that the view has; None: it has the step's only.
-        count: the number of spans that the view has.
+    `rows` are those of the step's spans among the `count` spans of the view; None: the view has only the step's.
     """
     step = path.timeline.spans
     rows = np.arange(len(step)) if rows is None else rows
@@ -102,20 +95,13 @@ def critical_text(path: CriticalPath) -> str:
         [seconds(on), percent(on / whole), _gain(path, kind, kind=kind), kind.replace("_", " ")]
         for kind, on in path.by_kind.items()
     ]
-    shares = (
-        f"rank {path.timeline.rank_number(rank)} {percent(on / whole)}" for rank, on in path.by_rank.items()
-    )
+    number = path.timeline.rank_number
+    shares = (f"rank {number(rank)} {percent(on / whole)}" for rank, on in path.by_rank.items())
     longest = sorted(sorted(path.ops, key=lambda op: -op.seconds)[:LONGEST], key=lambda op: op.start)
     ops = [["start", "takes", "if free", "operation"]]
-    ops += [
-        [
-            seconds(op.start),
-            seconds(op.seconds),
-            _gain(path, op.kind, rows=np.array([op.row])),
-            op_words(path, op),
-        ]
-        for op in longest
-    ]
+    for op in longest:
+        gain = _gain(path, op.kind, rows=np.array([op.row]))
+        ops.append([seconds(op.start), seconds(op.seconds), gain, op_words(path, op)])
     left = len(path.ops) - LONGEST
     more = f"and {left:,} shorter ones, in path.ops; path.slack has how much longer every other may take."
     return "\n".join(
@@ -142,14 +128,14 @@ def op_words(path: CriticalPath, op: PathOp) -> str:
 
 
 def _gain(path: CriticalPath, word: str, **these: Any) -> str:
-    """Return by how much the step would be shorter without an operation, or without all of its kind, on it or not."""
+    """Return by how much the step would be shorter without an operation, or without all of its kind."""
     if word in WHATS:
         return ""
     gain = path.if_free(**these)
     return f"-{seconds(gain)}" if gain > 0 else "0 s"
 
 
-# ---- drawn ------------------------------------------------------------------------------------------------------
+# ---- drawn
 
 
 def critical_svg(path: CriticalPath, width: int = 960) -> str:
@@ -167,18 +153,16 @@ def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot
     for op in path.ops:
         part = "compute" if op.kind in WHATS else PARTS.get(Lane(lanes[op.row]), "compute")
         words = f"critical: {op_words(path, op)}, {seconds(op.seconds)}"
-        boxes += outline_span(
-            pic, tops, plot, op.rank, part, begin + op.start, begin + op.end, words, op.kind == "gap"
-        )
+        times = begin + op.start, begin + op.end
+        boxes += outline_span(pic, tops, plot, op.rank, part, *times, words, op.kind == "gap")
     outlines = merge_outlines(boxes)
     parts = [each.svg() for each in outlines]
     for before, after in pairwise(outlines):
         if before.y != after.y:
             down = after.y > before.y
             y1, y2 = (before.y + before.height, after.y) if down else (before.y, after.y + after.height)
-            parts.append(
-                f'<line class="path" x1="{before.end:.2f}" y1="{y1:g}" x2="{after.x:.2f}" y2="{y2:g}"/>'
-            )
+            ends = f'x1="{before.end:.2f}" y1="{y1:g}" x2="{after.x:.2f}" y2="{y2:g}"'
+            parts.append(f'<line class="path" {ends}/>')
     return f'<g aria-label="critical path">{"".join(parts)}</g>'
 
 
@@ -186,7 +170,7 @@ def outline_span(
     pic: Picture, tops: list[float], plot: Plot, rank: int, part: str, start: float, end: float, words: str = "",
     dashed: bool = False,
 ) -> list[Outline]:  # fmt: skip
-    """Return the outline around what a rank did between two times; nothing where its lane is folded."""
+    """Return the outline around what a rank did between two times; nothing if its lane is folded."""
     number = pic.row_of.get((rank, part))
     if number is None:
         return []
@@ -210,20 +194,15 @@ def page(title: str, body: str) -> str:
 
 @dataclass(frozen=True)
 class Outline:
-    """A box around one operation, or around several: pixels, and what it says when the pointer rests on it.
-
-    Attributes:
-        dashed: whether nothing happens within: a gap.
-        count: how many operations it is around.
-    """
+    """A box around one operation, or around several, in pixels."""
 
     x: float
     width: float
     y: float
     height: float
-    words: str = ""
-    dashed: bool = False
-    count: int = 1
+    words: str = ""  # shown when the pointer rests on it
+    dashed: bool = False  # around a gap, in which nothing happens
+    count: int = 1  # of operations
 
     @property
     def end(self) -> float:
@@ -255,8 +234,6 @@ def merge_outlines(boxes: Iterable[Outline]) -> list[Outline]:
         if last is None or not slim or box.y != last.y or box.x - last.end > NARROW:
             found.append(box)
             continue
-        width = max(box.end, last.end) - last.x
-        found[-1] = replace(
-            last, width=width, dashed=last.dashed and box.dashed, count=last.count + box.count
-        )
+        width, dashed = max(box.end, last.end) - last.x, last.dashed and box.dashed
+        found[-1] = replace(last, width=width, dashed=dashed, count=last.count + box.count)
     return found

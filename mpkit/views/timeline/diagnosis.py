@@ -13,14 +13,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
-from mpkit.views.timeline.critical_path import (
-    PARTS,
-    critical_svg,
-    critical_text,
-    merge_outlines,
-    outline_span,
-    page,
-)
+from mpkit.views.timeline import critical_path as paths
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import Plot, svg
 
@@ -35,16 +28,15 @@ OUTLINES = 2000
 """The most operations of a finding that are outlined."""
 
 
-# ---- in words -----------------------------------------------------------------------------------------------------
+# ---- in words
 
 
 def heading(found: Diagnosis) -> str:
     """Say which step was diagnosed and how much the findings come to."""
     ranks = found.path.timeline.world_size
     what = f"Step {found.step}" if found.step >= 0 else "The timeline"
-    many = (
-        f"{len(found)} finding{'s' * (len(found) != 1)}" if len(found) else "nothing costs 2 % of it or more"
-    )
+    many = f"{len(found)} finding{'s' * (len(found) != 1)}"
+    many = many if len(found) else "nothing costs 2 % of it or more"
     return f"{what} ({found.why}): {seconds(found.step_time)} on {ranks} rank{'s' * (ranks != 1)}; {many}."
 
 
@@ -63,14 +55,11 @@ def diagnosis_text(found: Diagnosis, width: int = 110) -> str:
     """Return the findings as text."""
     lines = [heading(found)]
     if causes := idle_time(found):
-        lines.append(
-            f"A rank is idle, on average: {', '.join(f'{cause} {share}' for cause, share in causes)}."
-        )
+        lines.append(f"A rank is idle, on average: {', '.join(map(' '.join, causes))}.")
     for number, each in enumerate(found, 1):
         lines.append("")
-        first = f"{number}. "
         for label, words in (("", each.words), *_parts(found, each)):
-            start = f"{first}{label}" if not label else f"   {label}: "
+            start = f"   {label}: " if label else f"{number}. "
             lines.append(fill(words, width, initial_indent=start, subsequent_indent="   "))
     return "\n".join(lines)
 
@@ -84,12 +73,12 @@ def _parts(found: Diagnosis, each: Finding) -> list[tuple[str, str]]:
     return [*parts, ("check", each.check)] if each.check else parts
 
 
-# ---- drawn ------------------------------------------------------------------------------------------------------
+# ---- drawn
 
 
 def diagnosis_svg(found: Diagnosis, width: int = 960) -> str:
     """Draw the step with the operations of the first finding outlined; without findings, its critical path."""
-    return finding_svg(found, found[0], width) if len(found) else critical_svg(found.path, width)
+    return finding_svg(found, found[0], width) if len(found) else paths.critical_svg(found.path, width)
 
 
 def finding_svg(found: Diagnosis, each: Finding, width: int = 960) -> str:
@@ -106,9 +95,9 @@ def _outlines(found: Diagnosis, each: Finding, pic: Picture, tops: list[float], 
     spans, boxes = found.path.timeline.spans, []
     for row in each.ops[:OUTLINES]:
         span = spans[row]
-        rank, part = int(span["rank"]), PARTS.get(Lane(span["lane"]), "compute")
-        boxes += outline_span(pic, tops, plot, rank, part, float(span["start"]), float(span["end"]))
-    outlines = merge_outlines(sorted(boxes, key=lambda box: (box.y, box.x)))
+        rank, part = int(span["rank"]), paths.PARTS.get(Lane(span["lane"]), "compute")
+        boxes += paths.outline_span(pic, tops, plot, rank, part, float(span["start"]), float(span["end"]))
+    outlines = paths.merge_outlines(sorted(boxes, key=lambda box: (box.y, box.x)))
     drawn = "".join(outline.svg() for outline in outlines)
     return f'<g aria-label="operations of the finding">{drawn}</g>'
 
@@ -128,11 +117,8 @@ def diagnosis_panel(found: Diagnosis) -> str:
             f"<dt>{label}</dt><dd>{f'<code>{escape(words)}</code>' if label == 'check' else escape(words)}</dd>"
             for label, words in _parts(found, each)
         )
-        picture = (
-            image(partial(finding_svg, found, each), f"{each.kind}: {each.words}")
-            if number <= PICTURES
-            else ""
-        )
+        drawn = partial(finding_svg, found, each)
+        picture = image(drawn, f"{each.kind}: {each.words}") if number <= PICTURES else ""
         parts.append(
             f"<details{' open' * (number == 1)}><summary>{number}. {escape(each.words)}{gain}</summary>"
             f"<dl>{items}</dl>{picture}</details>"
@@ -142,5 +128,5 @@ def diagnosis_panel(found: Diagnosis) -> str:
 
 def diagnosis_html(found: Diagnosis) -> str:
     """Return a page: the findings, and the critical path."""
-    path = f"<h2>Critical path</h2>{critical_svg(found.path)}<pre>{escape(critical_text(found.path))}</pre>"
-    return page("Diagnosis", f"<h1>Diagnosis</h1>{diagnosis_panel(found)}{path}")
+    path = f"<h2>Critical path</h2>{paths.critical_svg(found.path)}<pre>{escape(paths.critical_text(found.path))}</pre>"
+    return paths.page("Diagnosis", f"<h1>Diagnosis</h1>{diagnosis_panel(found)}{path}")

@@ -7,8 +7,6 @@
 Source: "Trace Event Format" (Google, 2016): X complete events, C counters, s and f flows, M metadata.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import count
@@ -46,22 +44,17 @@ def perfetto(timeline: Timeline) -> bytes:
     """
     threads = _threads(timeline.spans)
     origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
-    events = [
-        *_names(timeline, threads),
-        *_slices(timeline, threads, origin),
-        *_flows(timeline, threads, origin),
-        *_counters(timeline),
-    ]
+    events = [*_names(timeline, threads), *_slices(timeline, threads, origin)]
+    events += [*_flows(timeline, threads, origin), *_counters(timeline)]
     other = {"clock": clock_words(timeline), "notes": timeline.notes}
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     return json.dumps(trace, separators=(",", ":")).encode()
 
 
 def _threads(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the thread of each span.
+    """Return the thread of each span; messages that are under way at the same time get the first threads that are free.
 
-    Slices of a thread must not overlap, but messages do: those that are under way at the same time get threads of
-    their own, each the first that is free.
+    Slices of a thread must not overlap.
     """
     first = np.array([THREADS[Lane(lane)][0] for lane in sorted(Lane)])
     threads = np.asarray(first[np.where(spans["lane"] < len(Lane), spans["lane"], Lane.NONE)])
@@ -123,10 +116,11 @@ def _flows(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iter
     for sends, receives in by_group.values():
         for send, receive in zip(sends, receives, strict=False):
             number = next(ids)
+            # Within a slice, to be attached to it.
             for phase, at, part in (
                 ("s", send, 0.0),
                 ("f", receive, 0.5),
-            ):  # within a slice, to be attached to it
+            ):
                 start, end = float(spans["start"][at]), float(spans["end"][at])
                 time = (start + part * (end - start) - origin) * 1e6
                 place = {"pid": int(spans["rank"][at]), "tid": int(threads[at]), "ts": time}

@@ -15,8 +15,6 @@ A Picture computes `label(i)` and `hover(i)` of a box on demand, since of a mill
 The functions here are pure. The terminal, SVG and canvas views each draw what they return.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -71,10 +69,8 @@ def subtract_spans(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDAr
 
 def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted."""
-    working = subtract_spans(
-        metrics.covered_times(metrics.waits_within(mine)), metrics.covered_times(metrics.work(mine))
-    )
-    return subtract_spans(working, extents)
+    waits, work = (metrics.covered_times(chosen(mine)) for chosen in (metrics.waits_within, metrics.work))
+    return subtract_spans(subtract_spans(waits, work), extents)
 
 
 def _spans_within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -85,9 +81,8 @@ def _spans_within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.N
     return mask
 
 
-BOX = np.dtype(
-    [("row", "<i4"), ("key", "u1"), ("named", "?"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")]
-)
+_COLUMNS = {"row": "<i4", "key": "u1", "named": "?", "start": "<f8", "end": "<f8", "span": "<i4"}
+BOX = np.dtype([*_COLUMNS.items()])
 """A box: the index of its row, its colour `Key`, whether it carries its span's number (if a span is drawn in pieces,
 the longest one does), seconds from the picture's start, and the span it shows (for idle time the first wait in it;
 -1: none)."""
@@ -177,13 +172,7 @@ class Picture:
 
 
 def picture(timeline: Timeline, step: int | None = None, *, fold: bool = False) -> Picture:
-    """Make the picture of a timeline, or of one of its steps.
-
-    Args:
-        timeline: what to draw.
-        step: draw this step only, by its number in the run.
-        fold: if there are groups of ranks, draw only the first rank of each.
-    """
+    """Make the picture of a timeline, or of one of its steps; `fold`: with only the first rank of each group."""
     chosen = np.ones(len(timeline.spans), bool) if step is None else timeline.spans["step"] == step
     # Spans that take no time (a message without a hop, in a simulation) would be invisible.
     chosen &= (timeline.spans["lane"] != Lane.NONE) & (timeline.spans["end"] > timeline.spans["start"])
@@ -225,18 +214,13 @@ def describe(timeline: Timeline, index: int) -> list[str]:
     facts = [" · ".join(_describe_span(timeline, span))]
     start = float(span["start"]) - float(timeline.spans["start"].min())
     facts.append(f"from {seconds(start)}, for {seconds(float(span['end'] - span['start']))}")
-    amounts = []
-    if span["bytes"] > 0:
-        amounts.append(bytes_text(float(span["bytes"])))
-    if span["flops"] > 0:
-        amounts.append(flops_text(float(span["flops"])))
-    if amounts:
-        facts.append(", ".join(amounts))
+    written = {"bytes": bytes_text, "flops": flops_text}
+    amounts = [words(float(span[name])) for name, words in written.items() if span[name] > 0]
+    facts += [", ".join(amounts)] * bool(amounts)
     if span["kind"] == Kind.WAIT and 0 <= span["cause"] < len(timeline.spans):
         cause = timeline.spans[span["cause"]]
-        facts.append(
-            f"waited for {rank_label(timeline, int(cause['rank']))}: {' · '.join(_describe_span(timeline, cause))}"
-        )
+        whom, what = rank_label(timeline, int(cause["rank"])), " · ".join(_describe_span(timeline, cause))
+        facts.append(f"waited for {whom}: {what}")
     return facts
 
 
@@ -244,8 +228,7 @@ def _describe_span(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
     kind = int(span["kind"])
     words = [Kind(kind).word.replace("_", " ") if kind in set(Kind) else f"kind {kind}"]
     name = timeline.names[span["name"]] if 0 <= span["name"] < len(timeline.names) else "?"
-    if name:
-        words.append(name)
+    words += [name] if name else []
     for column in ("microbatch", "stage", "step"):
         if span[column] >= 0:
             words.append(f"{'micro-batch' if column == 'microbatch' else column} {span[column]}")
@@ -362,12 +345,11 @@ def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
     steps = [step for step in np.unique(spans["step"]).tolist() if step >= 0]
     if len(steps) < 2:
         return []
-    return [
-        Mark(float(spans["start"][spans["step"] == step].min()) - origin, f"step {step}") for step in steps
-    ]
+    starts = [float(spans["start"][spans["step"] == step].min()) for step in steps]
+    return [Mark(start - origin, f"step {step}") for start, step in zip(starts, steps, strict=True)]
 
 
-# ---- many boxes on few pixels -------------------------------------------------------------------------------------
+# ---- many boxes on few pixels
 # A strip of W pixels can show W things. If more boxes fall on it, each pixel shows the work that takes most of it, as
 # strongly as the pixel is busy. The size of a picture is therefore bounded by its pixels, not by its boxes.
 
@@ -398,10 +380,8 @@ def strongest(cover: npt.NDArray[Any], *, least: float = 0.0) -> tuple[npt.NDArr
     """
     work = cover[1:]
     busy = np.minimum(work.sum(axis=0), 1.0)
-    key = np.where(
-        busy > least + 1e-9, 1 + work.argmax(axis=0), np.where(cover[Key.IDLE] > 1e-9, Key.IDLE, -1)
-    )
-    return key, busy
+    rest = np.where(cover[Key.IDLE] > 1e-9, Key.IDLE, -1)
+    return np.where(busy > least + 1e-9, 1 + work.argmax(axis=0), rest), busy
 
 
 def runs(values: npt.NDArray[Any]) -> list[tuple[int, int]]:

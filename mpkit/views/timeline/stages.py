@@ -3,8 +3,6 @@
 A block of a rank's second stage has a bar at its foot, one of its third has two.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,7 @@ def layers_of_stages(timeline: Timeline) -> list[list[str]]:
     A run notes them once, so that recording an action costs nothing more.
     """
     stages = timeline.meta.get("stages", [])
-    known = all(
-        isinstance(names, list | tuple) and all(isinstance(n, str) for n in names) for names in stages
-    )
+    known = all(isinstance(each, list | tuple) and all(isinstance(n, str) for n in each) for each in stages)
     return [list(names) for names in stages] if known else []
 
 

@@ -9,8 +9,6 @@
 bounded by its width: a row with more boxes than pixels is drawn by `coverage`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -53,10 +51,8 @@ def static_bundle(timeline: Timeline, title: str = "", *, memory: bool = False) 
 
 HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
 GAP, BETWEEN, GUTTER = 2.0, 7.0, 96.0
-OUTLINED = {
-    key for key in Key if key and (outline(INKS[key].light, "light") or outline(INKS[key].dark, "dark"))
-}
-"""What is too pale for one of the grounds."""
+OUTLINED = {k for k in Key if k and (outline(INKS[k].light, "light") or outline(INKS[k].dark, "dark"))}
+"""The keys that are too pale for one of the grounds."""
 
 FULL_DETAIL = 1500
 """The most boxes in the whole picture for which each gets its hover text."""
@@ -88,20 +84,10 @@ def timeline_svg(
     timeline: Timeline, width: int = 960, *, title: str = "", step: int | None = None, room: float = 0.0,
     fold: bool = False, gutter: float = 0.0, over: Over | None = None,
 ) -> tuple[str, int]:  # fmt: skip
-    """Return the timeline as SVG, and its height in pixels, for pictures that stand below each other.
+    """Return the timeline, or one step of it, as SVG, and its height in pixels, for pictures below each other.
 
-    Args:
-        timeline: what to draw.
-        width: in pixels.
-        title: a heading; none is drawn if empty.
-        step: draw this step only.
-        room: the least seconds that the axis covers, so that several pictures share a scale.
-        fold: draw only the first rank of each group.
-        gutter: the least pixels for the labels, for the same purpose.
-        over: what is drawn over the rows, such as a critical path.
-
-    Raises:
-        ValueError: the width leaves no room for a picture.
+    Pictures that share a scale have the same `room`, the least seconds of the axis, and `gutter`, the least pixels for
+    the labels. `fold`: draw only the first rank of each group; `over` draws over the rows, such as a critical path.
     """
     if width < 240:
         raise ValueError(f"width={width} leaves no room for a picture: give 240 pixels or more")
@@ -145,14 +131,11 @@ def timeline_svg(
 def summary(pic: Picture) -> str:
     """Describe the picture in words, for readers who cannot see it."""
     facts = [f"{name}: {value}" for name, value in pic.figures.items()]
-    idle = [
-        f"{row.label}: idle {percent(pic.idle_share(row.rank))}" for row in pic.rows if row.part == "compute"
-    ]
+    computes = [row for row in pic.rows if row.part == "compute"][:64]
+    idle = [f"{row.label}: idle {percent(pic.idle_share(row.rank))}" for row in computes]
     vain = [f"rank {wait.rank} {wait.words}" for wait in pic.waits]
-    return (
-        "; ".join([f"{len(pic.boxes)} operations in {seconds(pic.duration)}", *facts, *idle[:64], *vain])
-        + "."
-    )
+    many = f"{len(pic.boxes)} operations in {seconds(pic.duration)}"
+    return "; ".join([many, *facts, *idle, *vain]) + "."
 
 
 def _style() -> str:
@@ -198,12 +181,8 @@ def _row(pic: Picture, number: int, y: float, plot: Plot) -> str:
     height = HEIGHTS[row.part]
     if row.part == "group":
         return _header(row.label, y + height - 3, plot)
-    label = (
-        f'<text class="words" x="{plot.left - 10:g}" y="{y + height / 2 + 4:g}" text-anchor="end">'
-        f"{escape(row.label)}</text>"
-        if row.part == "compute"
-        else ""
-    )
+    label = _words(plot.left - 10, y + height / 2 + 4, row.label, more=' text-anchor="end"')
+    label = label if row.part == "compute" else ""
     few = len(boxes) <= plot.span / 2
     drawn = _each(pic, boxes, y, height, plot) if few else _by_pixel(pic, boxes, y, height, plot)
     return f'<g aria-label="{escape(row.label)}">{label}{drawn}</g>'
@@ -267,41 +246,34 @@ def _rect(key: int, x: float, width: int, y: float, height: float, shade: int) -
 def _axis(pic: Picture, top: float, bottom: float, plot: Plot) -> str:
     left, span = plot
     scale = span / pic.duration if pic.duration else 0.0
-    parts = [
-        f'<line class="line" x1="{left:g}" x2="{left + span:g}" y1="{bottom + 6:g}" y2="{bottom + 6:g}"/>'
-    ]
+    y = f"{bottom + 6:g}"
+    parts = [f'<line class="line" x1="{left:g}" x2="{left + span:g}" y1="{y}" y2="{y}"/>']
     for time, words in ticks(pic.duration, max(2, int(span / 110))):
-        x = left + time * scale
-        parts.append(
-            f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom + 6:g}" y2="{bottom + 10:g}"/>'
-        )
-        parts.append(
-            f'<text class="faint" x="{x:.1f}" y="{bottom + 22:g}" text-anchor="middle" font-size="11">{words}</text>'
-        )
+        x, look = f"{left + time * scale:.1f}", 'text-anchor="middle" font-size="11"'
+        parts.append(f'<line class="line" x1="{x}" x2="{x}" y1="{y}" y2="{bottom + 10:g}"/>')
+        parts.append(f'<text class="faint" x="{x}" y="{bottom + 22:g}" {look}>{words}</text>')
     for mark in pic.marks if len(pic.marks) <= 40 else []:
-        x = left + mark.time * scale
+        x = f"{left + mark.time * scale:.1f}"
         parts.append(
-            f'<line class="line" stroke-dasharray="3 3" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4:g}" '
-            f'y2="{bottom + 6:g}"><title>{escape(mark.text)}</title></line>'
+            f'<line class="line" stroke-dasharray="3 3" x1="{x}" x2="{x}" y1="{top - 4:g}" '
+            f'y2="{y}"><title>{escape(mark.text)}</title></line>'
         )
     return "".join(parts)
 
 
 def _heading(lines: list[str]) -> list[str]:
     look = f' font-size="{HEADING}" font-weight="600"'
-    return [_words(MARGIN, MARGIN + 14 + 20 * i, line, weight=look) for i, line in enumerate(lines)]
+    return [_words(MARGIN, MARGIN + 14 + 20 * i, line, more=look) for i, line in enumerate(lines)]
 
 
-def _words(x: float, y: float, words: str, look: str = "words", weight: str = "") -> str:
-    return f'<text class="{look}" x="{x:g}" y="{y:g}"{weight}>{escape(words)}</text>'
+def _words(x: float, y: float, words: str, look: str = "words", more: str = "") -> str:
+    return f'<text class="{look}" x="{x:g}" y="{y:g}"{more}>{escape(words)}</text>'
 
 
 def _legend(pic: Picture, y: float, width: int) -> tuple[str, float]:
     """Draw swatches with their words, on as many lines as they need; returns them and the y of the last line."""
-    looks = [
-        (f'class="k{int(key)} e{int(key)}"', INKS[key].word + " (bubble)" * (key == Key.IDLE))
-        for key in pic.keys
-    ]
+    words = {key: INKS[key].word + " (bubble)" * (key == Key.IDLE) for key in pic.keys}
+    looks = [(f'class="k{int(key)} e{int(key)}"', word) for key, word in words.items()]
     legend = keys(looks, y - 1, width, "a bar below: its rank's second stage" if pic.stages else "")
     return "".join(legend.parts), legend.y + 11
 
@@ -312,7 +284,7 @@ def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:
     if "hardware" in pic.figures:
         shown.append(f"on {pic.figures['hardware']}")
     strong = " · ".join(shown)
-    parts = [_words(MARGIN, y, strong, weight=' font-weight="600"')] if strong else []
+    parts = [_words(MARGIN, y, strong, more=' font-weight="600"')] if strong else []
     x = MARGIN + (7.4 * len(strong) + 14 if strong else 0)
     clock = pic.figures["clock"]
     if x + 6.6 * len(clock) <= width - MARGIN:

@@ -6,8 +6,6 @@ The number at the start of an operation is its micro-batch; the characters after
 NVML said of the ranks' GPUs, over all steps.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import dataclass
@@ -48,24 +46,12 @@ class Cells:
 
 
 def text(
-    timeline: Timeline,
-    width: int | None = None,
-    *,
-    step: int | None = None,
-    fold: bool = False,
-    notes: bool = True,
-) -> str:
-    """Return the timeline as lines of text.
+    timeline: Timeline, width: int | None = None, *, step: int | None = None, fold: bool = False, notes: bool = True
+) -> str:  # fmt: skip
+    """Return the timeline as lines of text: one step, by default the last, which the figures are of.
 
-    Args:
-        timeline: what to draw. If it has several steps, the last is drawn, since the figures are those of the last.
-        width: columns to use; None: the terminal's width, and 100 in a notebook, which has none.
-        step: draw this step.
-        fold: draw only the first rank of each group.
-        notes: write the timeline's notes below it.
-
-    Raises:
-        ValueError: the width is too small for any picture.
+    A width of None is the terminal's, or 100 columns in a notebook, which has none. `fold`: draw only the first rank of
+    each group.
     """
     if width is None:
         # A kernel's terminal is the one that its server was started from, which the reader does not see.
@@ -83,7 +69,7 @@ def text(
     lines = [
         row.label if row.heads else f"{row.label:>{gutter}} │{row}│ {row.note}".rstrip() for row in drawn
     ]
-    lines.append(" " * (gutter + 2) + _axis(pic, len(drawn[0].keys)))
+    lines.append(f"{'0':>{gutter + 3}}{seconds(pic.duration):>{len(drawn[0].keys) - 1}}")
     shown = {key for row in drawn for key in row.keys.tolist()}
     lines.append("  ".join(f"{FILL[key]} {INKS[key].word}" for key in pic.keys if key in shown))
     lines += wrap(_caption(pic, step, len(steps)), width, break_long_words=False)
@@ -100,27 +86,18 @@ def cells(pic: Picture, width: int) -> list[Cells]:
     if np.any(pic.boxes["key"] == Key.DATA):
         parts |= {"data"}
     shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in {*parts, "group"}]
-    labels = [
-        row.label
-        if row.part == "group"
-        else _cut(row.label if row.part == "compute" else f"{row.label} {row.rank}", width // 2)
-        for _, row in shown
-    ]
-    gutter = max(
-        (len(label) for label, (_, row) in zip(labels, shown, strict=True) if row.part != "group"), default=0
-    )
+    labels = {}
+    for number, row in shown:
+        label, most = row.label if row.part == "compute" else f"{row.label} {row.rank}", width // 2
+        labels[number] = label if len(label) <= most else f"{label[: most - 3]}..."
+    gutter = max((len(labels[number]) for number, row in shown if row.part != "group"), default=0)
     columns = columns_of(pic, width - gutter - len(" ││ idle 99.9 %"))
-    blank = np.full(columns, -1)
     return [
-        Cells(label, blank, {}, "", heads=True)
+        Cells(row.label, np.full(columns, -1), {}, "", heads=True)
         if row.part == "group"
-        else _row(pic, number, label, columns, row.part == "compute")
-        for (number, row), label in zip(shown, labels, strict=True)
+        else _row(pic, number, labels[number], columns, row.part == "compute")
+        for number, row in shown
     ]
-
-
-def _cut(label: str, most: int) -> str:
-    return label if len(label) <= most else f"{label[: most - 3]}..."
 
 
 def columns_of(pic: Picture, room: int) -> int:
@@ -157,11 +134,6 @@ def _nearest(column: float) -> int:
     return math.ceil(column - 0.5 - 1e-9)
 
 
-def _axis(pic: Picture, columns: int) -> str:
-    end = seconds(pic.duration)
-    return f"0{end:>{columns - 1}}"
-
-
 def _caption(pic: Picture, step: int | None, steps: int) -> str:
     words = [f"step {step} ({steps} steps in all)"] if step is not None and steps > 1 else []
     words += [f"{name} {value}" for name, value in pic.figures.items() if name != "clock"]
@@ -183,9 +155,7 @@ def _hidden_line(timeline: Timeline) -> list[str]:
 def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
     """Return {"head": [...], "rows": [[...], ...]}, all text: the figures of the last complete step, by rank.
 
-    Args:
-        timeline: whose figures.
-        like: the largest amount of memory shown beside the table, whose unit it has too; 0: its own largest.
+    Memory has the unit of `like`, the largest amount shown beside the table, if that is larger than its own.
 
     >>> import mpkit as mk
     >>> table = rank_table(mk.simulate(mk.Plan.gpipe(2, 2)))
@@ -201,13 +171,10 @@ def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
     sent = [sum(kinds.values()) - kinds.get("recv", 0) for kinds in timeline.comm_bytes]
     exposed, peak = timeline.exposed_comm, [held["total"] for held in timeline.peak_memory]
     whole, idle = timeline.step_time, timeline.idle
+    data, rows = timeline.data_time, []
     head = ["", "idle", *(INKS[key].word for key in shown)]
-    data = timeline.data_time
-    head += ["data loading"] * any(data)
-    head += (
-        ["exposed communication"] * any(exposed) + ["bytes sent"] * any(sent) + ["peak memory"] * any(peak)
-    )
-    rows = []
+    head += ["data loading"] * any(data) + ["exposed communication"] * any(exposed)
+    head += ["bytes sent"] * any(sent) + ["peak memory"] * any(peak)
     for rank in range(timeline.world_size):
         mine = work["rank"] == rank
         row = [rank_label(timeline, rank), percent(idle[rank] / whole if whole else 0.0)]

@@ -10,8 +10,6 @@ A sample speaks for the time since the sample before it, and is drawn there; in 
 All tracks of a timeline are sent together, as one trait, so a page that is loaded again has them at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -122,10 +122,11 @@ class TimelineView(anywidget.AnyWidget):
         self._timeline: Timeline | None = None
         self._memory = memory
         self._kept, self._names = np.zeros(0, SPAN), [""]
+        # The number of the first span that is kept, and the run's begin.
         self._first, self._origin = (
             0,
             np.inf,
-        )  # the number of the first span that is kept, and the run's begin
+        )
         self._fresh, self._pace = False, Pace(PAUSE)
         self.observe(self._find_path, "path_shown")
         if timeline is not None:

@@ -7,8 +7,6 @@ While a run goes on these are its newest spans. `first` is the number of the fir
 `origin` is when the run began.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
