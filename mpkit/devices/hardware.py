@@ -3,7 +3,7 @@
 Device. It runs an op in the time of its arithmetic or of its memory traffic, whichever is longer (the roofline:
 Williams, Waterman and Patterson 2009).
 
-Link. How long a message or a collective takes between devices that are equally far from each other.
+Link. The time of a message or a collective between devices that are equally far from each other:
 
     t = hops x latency + wire factor x payload / rate + ramp x sqrt(payload)
 
@@ -13,24 +13,20 @@ neighbour: on a ring of n ranks, each rank sends 2(n-1)/n of the payload in an a
 Sources: wire factors, nccl-tests, doc/PERFORMANCE.md; rounds of the ring, Thakur, Rabenseifner and Gropp 2005, section
 3; the last term, sweeps of stas00/ml-engineering.
 
-Collective. How long a collective takes on one node or on several.
-
-A ring of n ranks waits n - 1 times for a neighbour, and most neighbours share a node: with 8 devices per node, 7 of 8
-hops stay inside. Between nodes all devices of a group in one node send through their own network cards, so the rate is
-the sum of theirs, and at most that of the link inside. An all-reduce of many nodes goes along a tree where that is
-faster, which has as many hops between nodes as the tree is deep.
+Collective. Its time on one node or on several. A ring of n ranks waits n - 1 times for a neighbour, and most neighbours
+share a node: with 8 devices per node, 7 of 8 hops stay inside. Between nodes all devices of a group in one node send
+through their own network cards, so the rate is the sum of theirs, and at most that of the link inside. An all-reduce of
+many nodes goes along a tree if that is faster, which has as many hops between nodes as the tree is deep.
 
     ring    calls x (hops inside x latency + hops between x latency) + wire factor x bytes / rate
     tree    calls x 2 (devices per node x latency + 1.5 log2(nodes) x latency) + wire factor x bytes / (TREE x rate)
 
-and the ramp of the link (`Link.ramp`). In an all-to-all each rank sends a part to each other one: to those of its node
-by the link inside, to all others by its own network card, both at once; the slower of them counts, and of uneven parts
-the rank that sends or receives most over it. Replays, plays and estimates all take their times from here.
+and the ramp of the link (`Link.ramp`). In an all-to-all each rank sends a part to each other one: inside its node by
+the node's link, to all others by its own network card, both at once. The slower of the two counts; with uneven parts,
+that of the rank which sends or receives most over it. Replays, plays and estimates all take their times from here.
 
 Sources: NCCL's rings and trees; Sanders, Speck and Traff 2009.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,16 +87,15 @@ class Device:
 
 RAMP = 5e-9
 """The ramp of links whose rates were measured with large payloads; fitted to nccl-tests on NVLink and EFA."""
-
 _MESSAGES = Kind.SEND, Kind.RECV
+_PARTS = Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER
 T = TypeVar("T", float, NDArray[np.float64])
 
 
 def wire_factor(kind: int, n: T) -> T:
-    """Return what each rank sends, as a fraction of the payload, when n ranks run this operation together.
+    """Return what each of n ranks sends in this operation, as a fraction of the payload.
 
-    The payload is the whole tensor: for an all-gather, what every rank ends with; for a reduce-scatter, what it begins
-    with.
+    The payload is the whole tensor: what every rank has after an all-gather, or before a reduce-scatter.
 
     >>> wire_factor(Kind.ALL_REDUCE, 4), wire_factor(Kind.ALL_GATHER, 4), wire_factor(Kind.SEND, 2)
     (1.5, 0.75, 1.0)
@@ -113,18 +108,13 @@ def wire_factor(kind: int, n: T) -> T:
     return all_of_it
 
 
-_PARTS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER)
-
-
 def hops(kind: int, n: T) -> T:
-    """Return how many times a rank waits for a neighbour on a ring of n ranks.
+    """Return how many times a rank waits for a neighbour on a ring of n ranks; 1 for a message, which has two ends.
 
     >>> hops(Kind.ALL_REDUCE, 8), hops(Kind.ALL_GATHER, 8), hops(Kind.SEND, 2)
     (14, 7, 1)
     """
-    if kind in (Kind.ALL_REDUCE, Kind.BARRIER):
-        return 2 * (n - 1)
-    return n - 1  # a message has two ends and thus one hop
+    return 2 * (n - 1) if kind in (Kind.ALL_REDUCE, Kind.BARRIER) else n - 1
 
 
 @public
@@ -181,8 +171,7 @@ class Link:
         return self.bus.get(kind, self.bandwidth)  # type: ignore[call-overload,no-any-return]
 
 
-TREE = 0.9
-"""The share of the ring's rate that a tree reaches."""
+TREE = 0.9  # the share of the ring's rate that a tree reaches
 
 
 def collective_time(
@@ -198,22 +187,18 @@ def collective_time(
     0.400025
 
     Args:
-        kind: of the collective.
-        nbytes: its payload, over all calls: what every rank has before a reduce-scatter or after an all-gather.
-        n: ranks.
-        nodes: nodes that they are on, each with as many.
+        kind, n: the collective, and its number of ranks.
+        nbytes: its payload in bytes, over all calls, as for `wire_factor`.
+        nodes: the nodes that the ranks are on, each with as many.
         inside: the link inside a node.
         between: each device's share of the link between nodes; None if all are on one.
-        calls: calls that the payload is sent in, one after the other.
-        busiest: of an all-to-all of uneven parts, what `find_busiest` returns; None: each part is as large.
+        calls: the calls that share the payload, one after the other.
+        busiest: what `find_busiest` returns for an all-to-all of uneven parts; None: all parts are equal.
     """
     twice = 2 if kind in (Kind.ALL_REDUCE, Kind.BARRIER) else 1
     sent = wire_factor(kind, n) * nbytes if busiest is None else sum(busiest)
-    alone = (
-        calls * hops(kind, n) * inside.latency
-        + sent / inside.rate(kind)
-        + inside.ramp * (calls * nbytes) ** 0.5
-    )
+    alone = calls * hops(kind, n) * inside.latency + sent / inside.rate(kind)
+    alone = alone + inside.ramp * (calls * nbytes) ** 0.5
     if between is None:
         return where(n < 2, 0.0, alone)
     per_node = larger(1, n // nodes)
@@ -233,12 +218,10 @@ def collective_time(
 def find_busiest(parts: Sequence[Sequence[float]], nodes: Sequence[int]) -> tuple[float, float]:
     """Return the most bytes of an all-to-all that one rank sends or receives inside its node, and across nodes.
 
+    `parts` has the bytes by sender and receiver, of which what a rank keeps does not count; `nodes` the node of each.
+
     >>> find_busiest([[9, 1, 2], [3, 9, 4], [5, 6, 9]], [0, 0, 1])  # rank 2 is on the other node, and sends 5 + 6
     (3.0, 11.0)
-
-    Args:
-        parts: by sender and receiver, as places in the group; what a rank keeps counts nowhere.
-        nodes: the node of each.
     """
     sent, node = np.array(parts, float), np.asarray(nodes)
     np.fill_diagonal(sent, 0)
@@ -303,12 +286,8 @@ class Hardware:
         if len(nodes) < 2 or between is None:
             return self.link
         cards = max(1, len(ranks) // len(nodes))
-        bus = {
-            kind: min(
-                cards * between.bus.get(kind, between.bandwidth), self.link.bus.get(kind, self.link.bandwidth)
-            )
-            for kind in {*between.bus, *self.link.bus}
-        }
+        kinds = {*between.bus, *self.link.bus}
+        bus = {kind: min(cards * between.rate(kind), self.link.rate(kind)) for kind in kinds}
         bandwidth = min(cards * between.bandwidth, self.link.bandwidth)
         return Link(between.name, between.latency, bandwidth, bus, between.sources, between.ramp)
 
@@ -322,10 +301,8 @@ class Hardware:
             ranks: who takes part.
             parts: of an all-to-all of uneven parts, what each of `ranks` sends to each.
         """
-        of_ranks = [self.node_of(rank) for rank in ranks]
-        nodes = len(set(of_ranks))
-        one = self.between is None  # then all ranks share the link
-        busiest = None if parts is None else find_busiest(parts, [0] * len(ranks) if one else of_ranks)
-        inside, between = self.link, self.between
-        took: float = collective_time(kind, nbytes, len(ranks), nodes, inside, between, busiest=busiest)
+        inside, between, n = self.link, self.between, len(ranks)
+        node = [self.node_of(rank) for rank in ranks]
+        busiest = None if parts is None else find_busiest(parts, [0] * n if between is None else node)
+        took: float = collective_time(kind, nbytes, n, len(set(node)), inside, between, busiest=busiest)
         return took

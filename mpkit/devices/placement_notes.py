@@ -1,7 +1,5 @@
 """What is unwise about a placement, in the words that advice, warnings and notes on timelines share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 
 from mpkit.common.units import memory_share, memory_text
@@ -11,15 +9,10 @@ TP_INSIDE = "Tensor parallelism sends four times per layer what nothing hides: k
 
 
 def spans_nodes(groups: Sequence[Sequence[int]], node_of: Callable[[int], Hashable], per_node: int) -> str:
-    """Return what to say of groups of tensor parallelism that span nodes; "" if none does.
+    """Return the note about tensor-parallel groups that span nodes, if any does: "" if not.
 
     >>> spans_nodes([(0, 1), (2, 3)], ["a", "a", "a", "b"].__getitem__, 3).split(". ")[1]
     'Here a group of 2 spans 2 nodes of 3 devices.'
-
-    Args:
-        groups: ranks that share their layers.
-        node_of: returns the node of a rank.
-        per_node: devices per node.
     """
     spans = {len({node_of(rank) for rank in group}): len(group) for group in groups}
     nodes = max(spans, default=1)
@@ -29,17 +22,10 @@ def spans_nodes(groups: Sequence[Sequence[int]], node_of: Callable[[int], Hashab
 
 
 def out_of_memory(needed: float, room: float, largest: str) -> str:
-    """Return what to say of a rank whose device has too little memory.
+    """Return the note about a rank whose peak of `needed` bytes exceeds its device's `room`, by the largest category.
 
     >>> out_of_memory(30 * GIB, 22.5 * GIB, "activations")
     'it needs 30.0 of 22.5 GiB, out by 7.5 GiB; the largest part is activations'
-
-    Args:
-        needed: bytes at the rank's peak.
-        room: bytes that its device has.
-        largest: the category with most.
     """
-    return (
-        f"it needs {memory_share(needed, room)}, out by {memory_text(needed - room)}; "
-        f"the largest part is {largest}"
-    )
+    lacking = memory_text(needed - room)
+    return f"it needs {memory_share(needed, room)}, out by {lacking}; the largest part is {largest}"

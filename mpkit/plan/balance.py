@@ -1,7 +1,5 @@
 """Even work: a chain of layers in contiguous stages, and the attention of ranks that share a packed sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -19,13 +17,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     The slowest stage sets a pipeline's pace. Among the best cuts by that measure, choose the one with the smallest sum
     of squares, so that the other stages are balanced too, and among those the one whose earliest stages are longest.
-
-    Args:
-        costs: the cost of each layer, such as its FLOPs.
-        stages: the number of stages, at most the number of layers.
-
-    Returns:
-        The layers of each stage.
+    `costs` has the cost of each layer, such as its FLOPs; the result, the layers of each stage.
 
     >>> balance([1, 1, 1, 1, 4], 3)
     [range(0, 2), range(2, 4), range(4, 5)]
@@ -53,10 +45,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def evenest(first: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """Return the least sum of squared costs within `limit`, and the stages' ends.
-
-        The ends are negated, so that a later end is less.
-        """
+        """Return the least sum of squared costs within `limit`, and the stages' ends, negated: a later one is less."""
         best: tuple[float, tuple[int, ...]] = (inf, ())
         for end in range(first + 1, layers - parts + 2) if parts > 1 else [layers]:
             cost = upto[end] - upto[first]
@@ -68,9 +57,6 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     bounds = [0, *(-end for end in evenest(0, stages)[1])]
     return [range(a, b) for a, b in pairwise(bounds)]
-
-
-# ---- attention in a packed sequence
 
 
 @public
@@ -106,9 +92,8 @@ def attention_work(documents: Sequence[int], ranks: int, cp_order: str = "contig
             "attention_work([4, 12], 2)"
         )
     if cp_order not in ORDERS:
-        raise ValueError(
-            f"cp_order={cp_order!r}: one of {', '.join(map(repr, ORDERS))}, such as cp_order='zigzag'"
-        )
+        orders = ", ".join(map(repr, ORDERS))
+        raise ValueError(f"cp_order={cp_order!r}: one of {orders}, such as cp_order='zigzag'")
     keys = [i + 1 for length in documents for i in range(length)]
     chunks = ranks if cp_order == CONTIGUOUS else 2 * ranks
     size, rest = divmod(len(keys), chunks)

@@ -1,4 +1,4 @@
-"""Mesh: which rank has which place along the axes, also of a run, as read from its trace's meta. Pure integers.
+"""Mesh: which rank has which place along the axes; also the mesh of a run, read from its trace's meta.
 
 The axes, outermost first: what the ranks along one divide, and what each holds of the parameters.
 
@@ -11,7 +11,7 @@ ep             the experts of each layer      some of the experts
 cp             each sequence                  all; under ZeRO a shard
 tp             each layer                     a part of every divided layer
 
-dp consists of two axes where ZeRO shards within groups of replicas (hybrid sharding): `dp_replicate` is outside of
+If ZeRO shards within groups of replicas (hybrid sharding), dp consists of two axes: `dp_replicate` is outside of
 `dp_shard`, so that the ranks that share shards are next to each other, on the fast links of a node.
 
 Expert parallelism folds another mesh over the same ranks (Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section
@@ -21,8 +21,6 @@ expert is divided among the ranks along tp. With etp = 1 tp is folded too: the e
 along tp divide experts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +28,9 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-AXES = ("pp", "dp", "cp", "tp")
-"""The whole axes; the last varies fastest."""
-HYBRID_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes where ZeRO shards within groups of replicas: dp is the two in its place."""
-EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
-"""The axes of the mesh that experts see."""
+AXES = ("pp", "dp", "cp", "tp")  # the whole axes; the last varies fastest
+HYBRID_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in hybrid sharding
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")  # of the mesh that experts see
 
 AXIS_INKS = {
     "pp": "#0072b2", "dp": "#009e73", "dp_replicate": "#56b4e9", "dp_shard": "#009e73", "edp": "#009e73",
@@ -45,11 +40,7 @@ AXIS_INKS = {
 
 
 def join_axes(axes: Iterable[str]) -> str:
-    """Return the name of several axes together; parts that make up a whole axis have its name.
-
-    >>> join_axes(["pp", "dp_replicate", "dp_shard"])
-    'pp x dp'
-    """
+    """Return the name of several axes together; parts that make up a whole axis have its name."""
     return " x ".join(axes).replace("dp_replicate x dp_shard", "dp")
 
 
@@ -71,7 +62,6 @@ class Mesh:
     Megatron-LM", SC 2021, section 3.2).
 
     Attributes:
-        pp, dp, cp, tp: the degrees.
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
         etp: 1 if ep counts the ranks along tp too; tp if each of these holds a part of every expert; 0 if they hold
@@ -80,16 +70,11 @@ class Mesh:
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
     Place(pp=1, dp=0, cp=0, tp=0)
-    >>> mesh.groups("pp")
-    [(0, 2), (1, 3)]
-    >>> mesh.groups("pp", "tp")
-    [(0, 1, 2, 3)]
+    >>> mesh.groups("pp"), mesh.groups("pp", "tp")
+    ([(0, 2), (1, 3)], [(0, 1, 2, 3)])
     >>> hybrid = Mesh(dp=4, dp_replicate=2)
     >>> hybrid.groups("dp_shard"), hybrid.groups("dp_replicate"), hybrid.groups("dp")
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1, 2, 3)])
-    >>> folded = Mesh(dp=2, cp=2, ep=2)
-    >>> folded.groups("ep"), folded.groups("edp"), folded.groups("cp")
-    ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (2, 3)])
     >>> Mesh(dp=2, tp=2, ep=2).groups("ep"), Mesh(dp=2, tp=2, ep=2, etp=1).groups("ep")
     ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
     """
@@ -127,11 +112,7 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that no other axis of this mesh is a part of, outermost first.
-
-        >>> Mesh(dp=4).axes, Mesh(dp=4, dp_replicate=2).axes
-        (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
-        """
+        """The axes of this mesh, outermost first: the parts of dp in hybrid sharding, else the whole axes."""
         return HYBRID_AXES if self.dp_replicate > 1 else AXES
 
     @property
@@ -155,11 +136,11 @@ class Mesh:
         return Place(*_digits(rank, self.shape))
 
     def coordinates(self, rank: int, axes: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the coordinates of a rank along `axes`, or along `expert_axes` if these are given."""
+        """Return the coordinates of a rank along `axes`; `expert_axes` may be given too."""
         return _digits(rank, map(self.degree, axes or self.axes))
 
     def rank_at(self, coordinates: Iterable[int], axes: Sequence[str] = ()) -> int:
-        """Return the rank with these coordinates along `axes`, or along `expert_axes` if these are given."""
+        """Return the rank with these coordinates along `axes`; `expert_axes` may be given too."""
         number = 0
         for axis, i in zip(axes or self.axes, coordinates, strict=True):
             assert 0 <= i < self.degree(axis), f"place {i} along {axis} is not in {self}"
@@ -177,22 +158,18 @@ class Mesh:
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, in ascending order, that differ from this one along these axes only, itself included."""
         along, every = self.parts(*axes), self.axes_with(*axes)
-        ways = [
-            range(self.degree(axis)) if axis in along else (i,)
-            for axis, i in zip(every, self.coordinates(rank, every), strict=True)
-        ]
+        place = zip(every, self.coordinates(rank, every), strict=True)
+        ways = [range(self.degree(axis)) if axis in along else (i,) for axis, i in place]
         return tuple(self.rank_at(each, every) for each in product(*ways))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return every group along these axes, sorted by first rank. Each rank is in exactly one of them."""
-        groups = dict.fromkeys(self.group(rank, *axes) for rank in range(self.size))
-        return list(groups)
+        return list(dict.fromkeys(self.group(rank, *axes) for rank in range(self.size)))
 
     def parts(self, *axes: str) -> tuple[str, ...]:
         """Return the axes of which these consist in this mesh, outermost first.
 
-        An axis that is not divided lies along its part that has as many places: a mesh whose replicas are not divided
-        into groups has all of them along dp_shard, and none along dp_replicate.
+        Without hybrid sharding all replicas lie along dp_shard, and none along dp_replicate.
 
         >>> Mesh(dp=4, dp_replicate=2).parts("cp", "dp"), Mesh(dp=4).parts("dp_shard"), Mesh(dp=4).parts("dp_replicate")
         (('dp_replicate', 'dp_shard', 'cp'), ('dp',), ())
@@ -203,13 +180,11 @@ class Mesh:
         halves = {"dp_replicate", "dp_shard"}
         named = {*axes, *(halves if "dp" in axes else ())}
         if any(self.degree(axis) > 1 for axis in halves.intersection(axes)):
-            named.add("dp")  # which is not divided, and lies along one of them
+            named.add("dp")  # in a mesh whose dp is one axis
         return tuple(axis for axis in every if axis in named)
 
     def order(self, *outermost: str) -> tuple[int, ...]:
-        """Return the ranks sorted by their coordinates along these axes first.
-
-        Ranks that differ along these axes are then furthest apart.
+        """Return the ranks sorted by these axes first, so that ranks which differ along them are furthest apart.
 
         >>> Mesh(pp=2, dp=2, tp=2).order("tp")  # on two nodes, each has a half of every layer
         (0, 2, 4, 6, 1, 3, 5, 7)
@@ -227,11 +202,7 @@ def _digits(number: int, base: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(digits))
 
 
-# ---- a run's mesh, from its trace's meta
-
-
-WORLD = "world"
-"""The only axis of ranks that are in no mesh."""
+WORLD = "world"  # the only axis of ranks that are in no mesh
 
 
 def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
@@ -260,17 +231,15 @@ def axis_of(
 ) -> str:
     """Return the axis along which these ranks lie: the axes in which their coordinates differ.
 
-    Ranks that divide experts lie along "ep" for an `exchange`, an all-to-all, and those that hold the same experts
-    along "edp"; both lie along axes of the replicas too.
-
-    Without a plan's mesh it is the name that the program's own DeviceMesh gave to the group, which is in the meta.
+    Ranks that divide experts lie along "ep" for an `exchange`, an all-to-all, and those that hold the same experts lie
+    along "edp"; both lie along axes of the replicas too. Without a plan's mesh it is the name in the meta that the
+    program's own DeviceMesh gave to the group.
 
     >>> mesh = Mesh(pp=2, dp=2, tp=2)
     >>> axis_of(mesh, (0, 1)), axis_of(mesh, (0, 4)), axis_of(mesh, range(8))
     ('tp', 'pp', 'pp x dp x tp')
-    >>> hybrid = Mesh(dp=4, dp_replicate=2)
-    >>> axis_of(hybrid, (0, 1)), axis_of(hybrid, (0, 2)), axis_of(hybrid, range(4))
-    ('dp_shard', 'dp_replicate', 'dp')
+    >>> axis_of(Mesh(dp=4, dp_replicate=2), (0, 2)), axis_of(Mesh(dp=4, dp_replicate=2), range(4))
+    ('dp_replicate', 'dp')
     >>> folded = Mesh(dp=4, ep=2)
     >>> axis_of(folded, (0, 1), exchange=True), axis_of(folded, (0, 2)), axis_of(folded, range(4))
     ('ep', 'edp', 'dp')
@@ -290,10 +259,6 @@ def axis_of(
 
 
 def place_text(mesh: Mesh, rank: int) -> str:
-    """Return a rank's coordinates along the whole axes that have more than one place, as text.
-
-    >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
-    'pp1 dp0 tp1'
-    """
+    """Return a rank's coordinates along the whole axes with more than one place, such as "pp1 dp0 tp1"."""
     places = zip(AXES, mesh.shape, mesh.place(rank), strict=True)
     return " ".join(f"{axis}{place}" for axis, degree, place in places if degree > 1)

@@ -1,4 +1,4 @@
-"""Plan: the description of a parallel strategy."""
+"""Plan: the description of a parallel strategy; and Config, its text in another framework's words."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
+from mpkit.common.disk import write_whole
 from mpkit.common.tracebacks import public
-from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
-from mpkit.plan.kinds import keywords
+from mpkit.plan.kinds import NAMED_AS_FIELDS, NamedConstructors, keywords
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.rules import call_of, check_plan, describe, own_schedule
 from mpkit.plan.schedule import Schedule, build_schedule
@@ -23,7 +24,6 @@ from mpkit.plan.schedule.schedules import naive
 from mpkit.plan.tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
-    from mpkit.plan.config import Config
     from mpkit.plan.schedule.core import Source
 
 
@@ -40,14 +40,13 @@ class Plan(metaclass=NamedConstructors):
         virtual_stages: stages per rank, v: any number for "looped_bfs", "interleaved_1f1b", "overlapped_1f1b" and
             "interleaved_zb", 2 for "zbv" and "dualpipev" (1 becomes 2), 1 for the others.
         recompute: which activations are recomputed in the backward instead of kept: "none"; "full": all inside the
-            model's repeated blocks (`mpkit.models.repeated_blocks`), of which only the inputs are kept, or all inside a
-            stage if the model has no such blocks; "every=k": those inside every k-th block; or "selective": only those
-            inside attentions, which take much memory and little compute.
+            model's repeated blocks (`mpkit.models.repeated_blocks`), or inside a stage if it has no such blocks, of
+            which only the inputs are kept; "every=k": those inside every k-th block; "selective": those inside
+            attentions, which take much memory and little compute.
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
         data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
         zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
-        dp_shard: hybrid sharding (HSDP): ZeRO shards within groups of dp_shard replicas, such as those of a node. None:
-            among all replicas.
+        dp_shard: hybrid sharding (HSDP): ZeRO shards within groups of so many replicas, such as a node's; None: of all.
         offload: what is kept on the host: "none", "optimizer" (its states and step), or also "params".
         precision: "full" keeps the model's dtype; "bf16" and "fp16" compute in 16 bits, with fp32 master weights.
         bucket_mb: MiB of gradients that DDP and ZeRO reduce at once.
@@ -56,16 +55,15 @@ class Plan(metaclass=NamedConstructors):
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
         cp: the number of ranks that share each sequence.
         cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
-        cp_method: how attention sees the whole sequence: "ring" passes keys and values around, "ulysses" divides the
-            heads during attention.
+        cp_method: how attention sees the whole sequence: "ring" passes keys and values on, "ulysses" divides the heads.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
             experts and back by all-to-alls. In a schedule with pairs ("overlapped_1f1b", "dualpipev" or one's own,
             `F2&B0`) they travel while the pair's other action computes.
-        etp: the ranks along tp that share each expert: tp, of which each has a part; 1: ep counts the ranks along tp
-            too, each of which has tokens of its own (`sequence_parallel`), and the mesh of the experts is folded over
-            that of the attention. None: the ranks along tp hold the same experts.
+        etp: the ranks along tp that share each expert: tp, of which each has a part; None: they hold the same experts;
+            1: ep counts the ranks along tp too, each of which has tokens of its own (`sequence_parallel`), and the mesh
+            of the experts is folded over that of the attention.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -107,8 +105,6 @@ class Plan(metaclass=NamedConstructors):
     def __post_init__(self) -> None:
         check_plan(self)
 
-    # ------------------------------------------------------------ the classics by name; options: other fields
-
     @classmethod
     @answers("Plan.serial(microbatches=4)", keywords)
     def serial(cls, microbatches: int = 1, **options: Any) -> Plan:
@@ -122,7 +118,7 @@ class Plan(metaclass=NamedConstructors):
     @classmethod
     @answers("Plan.naive_mp(stages=4)", keywords)
     def naive_mp(cls, stages: int, **options: Any) -> Plan:
-        """Plan naive model parallelism: the model is cut into p stages on as many ranks, of which one works at a time.
+        """Plan naive model parallelism: p stages of the model on as many ranks, of which one works at a time.
 
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
@@ -152,10 +148,10 @@ class Plan(metaclass=NamedConstructors):
     @classmethod
     @answers("Plan.ddp(replicas=4)", keywords)
     def ddp(cls, replicas: int, **options: Any) -> Plan:
-        """Plan distributed data parallelism (Li et al., "PyTorch Distributed", VLDB 2020).
+        """Plan distributed data parallelism: each of n ranks has the whole model and a part of the batch.
 
-        Each of n ranks has the whole model and a part of the batch. `Plan.dp(n)` works like nn.DataParallel;
-        `Plan.zero(stage, n)` shards what all replicas would hold.
+        Source: Li et al., "PyTorch Distributed", VLDB 2020. `Plan.dp(n)` works like nn.DataParallel; `Plan.zero(stage,
+        n)` shards what all replicas would hold.
 
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
@@ -174,8 +170,6 @@ class Plan(metaclass=NamedConstructors):
         """
         own = own_schedule(schedule, pp, microbatches)
         return cls(schedule=own, pp=own.ranks, microbatches=own.microbatches, **options)
-
-    # ------------------------------------------------------------ what follows from it
 
     @property
     def ranks(self) -> int:
@@ -199,7 +193,7 @@ class Plan(metaclass=NamedConstructors):
 
     @property
     def update_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks update different parameters, so that a norm of all gradients is summed over these.
+        """The axes along which ranks update different parameters: a norm of all gradients is a sum over these.
 
         >>> Plan(pp=2, dp=2).update_axes, Plan.zero(3, 8).update_axes
         (('pp', 'tp'), ('pp', 'tp', 'dp_shard', 'cp'))
@@ -223,16 +217,14 @@ class Plan(metaclass=NamedConstructors):
         """
         if isinstance(self.schedule, Schedule):
             return None
-        again = self.recompute == "full"
-        return bubble_in_theory(
-            self.schedule, self.pp, self.microbatches, self.virtual_stages, recompute=again
-        )
+        p, m, v, again = self.pp, self.microbatches, self.virtual_stages, self.recompute == "full"
+        return bubble_in_theory(self.schedule, p, m, v, recompute=again)
 
     def build(self) -> Schedule:
         """Return the schedule, row by row: the named one for these degrees, or the plan's own.
 
         A model in one stage accumulates gradients: whatever the schedule, each micro-batch runs forward and backward
-        before the next one, since holding the activations of all of them would gain nothing. A schedule of pairs
+        before the next one, since holding all their activations would gain nothing. A schedule of pairs
         ("overlapped_1f1b") runs each backward with the next forward.
 
         >>> print(Plan.gpipe(2, 2).build())
@@ -248,15 +240,15 @@ class Plan(metaclass=NamedConstructors):
     def placement(self, model: Any = None, *, hardware: Any = None) -> Any:
         """Show where the plan puts a model: each rank's layers and node, and which ranks communicate over which link.
 
-        Under ZeRO it also shows who holds which states. A run balances its stages by FLOPs, which requires a batch;
-        `run.placement()` shows what a run did.
+        Under ZeRO it also shows which ranks hold which states. A run balances its stages by FLOPs, which requires a
+        batch; `run.placement()` shows what a run did.
 
         Args:
             model: the model whose layers are placed; None: show the mesh and its links only.
             hardware: a catalogued machine's name (`mk.hardware()` lists them), or a `Hardware`; None: no nodes.
 
         Returns:
-            A `Placement`: prints as text, shows itself as a picture, and has layers_of(rank), node_of(rank) and talks.
+            A `Placement`, which is text and a picture, and has layers_of(rank), node_of(rank) and talks.
 
         Raises:
             ValueError: the machine has fewer devices than there are ranks, there are more stages than layers, or mpkit
@@ -286,12 +278,9 @@ class Plan(metaclass=NamedConstructors):
     def __repr__(self) -> str:
         return call_of(self)
 
-    # ------------------------------------------------------------ JSON
-
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` reads it."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        own = self.schedule
+        values, own = {f.name: getattr(self, f.name) for f in fields(self)}, self.schedule
         if isinstance(own, Schedule):
             rows = own.spelled()
             values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
@@ -330,8 +319,6 @@ class Plan(metaclass=NamedConstructors):
                 raise ValueError(f"{said} is none that Plan.to_json wrote: {error}") from None
         return cls(**values)
 
-    # ------------------------------------------------------------ other frameworks' files
-
     def to(self, format: str, **context: Any) -> Config:
         """Return the plan as another framework's configuration, with a comment per key (docs/formats.md).
 
@@ -355,11 +342,11 @@ class Plan(metaclass=NamedConstructors):
         torchrun "${LAUNCH[@]}" pretrain.py
 
         Raises:
-            ValueError: there is no such format or argument, numbers do not fit together, or the framework would refuse
+            ValueError: there is no such format or argument, numbers do not fit together, or the framework would reject
                 the plan.
 
-        What the format cannot say is in `.cannot_say` of the result, in the head of the file where there are comments,
-        and in a warning.
+        What the format cannot say is in `.cannot_say` of the result, in the head of a file with comments, and in a
+        warning.
         """
         text: Config = resolve_name("mpkit.plan.formats.write:write")(self, format, **context)
         return text
@@ -386,17 +373,50 @@ class Plan(metaclass=NamedConstructors):
         Raises:
             ValueError: the format is not known or could be several, or what it says cannot work or is not of `ranks`.
 
-        Keys of which a Plan says nothing are listed in a warning.
+        A warning lists the keys of which a Plan says nothing.
         """
         plan: Plan = resolve_name("mpkit.plan.formats.read:read")(path, format, ranks)
         return plan
 
 
-# `plan.dp` is a number and `Plan.dp(4)` makes a plan: an instance attribute takes precedence over a classmethod.
-# They are set here, since inside the class body they would be taken for the fields' defaults.
+# `plan.dp` is a number and `Plan.dp(4)` makes a plan: an instance attribute takes precedence over a classmethod, which
+# is set here, since @dataclass would take it for the field's default inside the class body.
 for _name, _make in NAMED_AS_FIELDS.items():
     setattr(Plan, _name, classmethod(_make))
 for _name in ("pp", "cp", "ep"):
     delattr(Plan, _name)  # so that Plan.cp(2) is answered with Plan(cp=4)
 setattr(Plan, "__init__", answers("Plan(pp=4, schedule='1f1b', microbatches=8)", keywords)(Plan.__init__))  # noqa: B010
 public(Plan)
+
+
+class Config(str):
+    """What `Plan.to` returns: the text of the file, as a str.
+
+    A notebook shows `config.annotated`, which has comments also where the format (JSON) has none.
+
+    >>> from mpkit import Plan
+    >>> config = Plan.zero(2, 4, precision="bf16").to("deepspeed", micro_batch=8)
+    >>> config.startswith("{"), config.cannot_say
+    (True, {})
+    >>> config.comments["train_micro_batch_size_per_gpu"]
+    'samples per GPU and micro-batch'
+
+    Attributes:
+        kind: the name of the format.
+        comments: what each key means, by its name; nested keys are joined by dots.
+        cannot_say: why the format cannot say this, by field of the Plan: each field that differs in the Plan that is
+            read from this text.
+    """
+
+    kind: str
+    comments: Mapping[str, str]
+    cannot_say: Mapping[str, str]
+    annotated: str
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the text to a file, whole or not at all (OSError), and return its path."""
+        write_whole(Path(path), self.encode())
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return self.annotated

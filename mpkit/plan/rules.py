@@ -1,11 +1,9 @@
 """Which fields of a Plan do not go together (rules.toml); `mpkit.plan.kinds` has what each takes by itself.
 
 A rejection is a sentence in parts: text, and changes of the plan as dicts. In place of each change the message shows
-the plan that it makes. If another rule rejects that plan too, its first change is made as well, and so on, so that each
-plan that a message shows works.
+the plan that it makes. If another rule rejects that plan, the message makes that rule's first change too, and so on:
+each plan that it shows works.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -15,18 +13,8 @@ from itertools import pairwise
 from types import CodeType
 from typing import Any, TypeVar
 
-from mpkit.plan.kinds import (
-    KINDS,
-    MOST,
-    Change,
-    Parts,
-    every,
-    parts_of,
-    rejection_of,
-    schedules,
-    tables,
-    whole,
-)
+from mpkit.plan import kinds
+from mpkit.plan.kinds import KINDS, MOST, Change, Parts, every, parts_of, whole
 from mpkit.plan.mesh import AXES
 from mpkit.plan.schedule import Schedule, validate
 from mpkit.plan.schedule.catalogue import ANY, GPIPE, SCHEDULES
@@ -34,46 +22,38 @@ from mpkit.plan.schedule.core import as_list
 
 P = TypeVar("P")
 
-CHAIN = 64
-"""How many changes after each other are tried until a plan works."""
+CHAIN = 64  # the most changes in a row that a message tries until a plan works
 
 
 def check_plan(plan: Any) -> None:
-    """Check a Plan's fields; numbers of other types (numpy's, say) become Python's own, and what follows is filled in.
-
-    Raises:
-        ValueError: the plan cannot work; the message says why and shows plans that do.
-    """
-    found = _rejection(plan)
-    if found is not None:
-        shown = [part if isinstance(part, str) else _that_works(plan, part) for part in found]
-        raise ValueError("".join(shown))
+    """Check a Plan's fields, make their numbers Python's own (from numpy's, say), and fill in what follows."""
+    if parts := _rejection(plan):
+        raise ValueError(
+            "".join(part if isinstance(part, str) else _working_call(plan, part) for part in parts)
+        )
 
 
 def _rejection(plan: Any) -> Parts | None:
-    """Return why a plan cannot be and what to change, by the first kind or rule that it breaks; None if it can."""
+    """Return why a plan cannot work and what to change, by the first kind or rule that it breaks; None if it can."""
     values = vars(plan)
     for name, kind in KINDS.items():
         read = kind.read(values[name])
         if read is None and not (values[name] is None and kind.optional):
-            return rejection_of(name, values[name])
+            return kinds.rejection_of(name, values[name])
         values[name] = read
     dp, shard = plan.dp, plan.dp_shard
     if shard and dp % shard == 0 and (dp == shard or (shard == 1 and not plan.zero)):
         values["dp_shard"] = None  # one group, or nothing to shard: no hybrid sharding
-    if found := _complete_schedule(plan):
-        return found
+    if parts := _complete_schedule(plan):
+        return parts
     if plan.ep == 1 or plan.tp == 1:  # nothing to fold, and tp divides what it knows
         values["etp"] = None if whole(plan.etp) in (1, plan.tp) else plan.etp
     _complete_cut(plan)
     own = plan.schedule if isinstance(plan.schedule, Schedule) else None
-    known: dict[str, Any] = {"p": plan, "MOST": MOST, "whole": whole, "own": own}
-    known |= {
-        "rises": _rises,
-        "Sequence": Sequence,
-        "per_rank": own is None and SCHEDULES[plan.schedule].per_rank,
-    }
-    known["replicas"] = (plan.dp_shard or plan.dp) * plan.cp * (plan.tp if plan.etp == 1 else 1)
+    per_rank = own is None and SCHEDULES[plan.schedule].per_rank
+    replicas = (plan.dp_shard or plan.dp) * plan.cp * (plan.tp if plan.etp == 1 else 1)
+    known: dict[str, Any] = {"p": plan, "own": own, "per_rank": per_rank, "replicas": replicas}
+    known |= {"MOST": MOST, "whole": whole, "rises": _rises, "Sequence": Sequence}
     for when, says in _rules():
         if eval(when, known):
             return parts_of(says, known | _names(plan))
@@ -82,21 +62,22 @@ def _rejection(plan: Any) -> Parts | None:
 
 @lru_cache(1)
 def _rules() -> list[tuple[CodeType, str]]:
-    return [(compile(when, "<rules.toml>", "eval"), says) for when, says in tables()["rules"]]
+    return [(compile(when, "<rules.toml>", "eval"), says) for when, says in kinds.tables()["rules"]]
 
 
 def _names(plan: Any) -> dict[str, Any]:
-    """Return what sentences of rules.toml name beside what the rules do."""
-    several, two = (
-        ", ".join(repr(each) for each, entry in SCHEDULES.items() if entry.per_rank == n) for n in (ANY, 2)
-    )
+    """Return what sentences of rules.toml name, and the rules themselves do not."""
+    by_stages = {
+        n: [repr(name) for name, entry in SCHEDULES.items() if entry.per_rank == n] for n in (ANY, 2)
+    }
+    several, two = map(", ".join, by_stages.values())
     among = ("dp_shard x cp" if plan.dp_shard else "dp x cp") + " x tp" * (plan.etp == 1)
     v = f", virtual_stages={plan.virtual_stages}" if plan.virtual_stages > 1 else ""
     cut = list(plan.cut) if isinstance(plan.cut, Sequence) else plan.cut
     return {"call": call_of(plan), "several": several, "two": two, "among": among, "v": v, "cut": cut}
 
 
-def _that_works(plan: Any, change: Change) -> str:
+def _working_call(plan: Any, change: Change) -> str:
     """Return the call that makes a plan after a change, and after those that it makes necessary."""
     values = vars(plan)
     for _ in range(CHAIN):
@@ -104,12 +85,12 @@ def _that_works(plan: Any, change: Change) -> str:
         vars(tried).update(values | change)
         values = vars(tried)
         try:
-            found = _rejection(tried)
+            parts = _rejection(tried)
         except ValueError:  # a schedule of one's own that cannot run
-            found = ()
-        if found is None:
+            parts = ()
+        if parts is None:
             return call_of(tried)
-        change = next((part for part in found if isinstance(part, dict)), {"schedule": GPIPE})
+        change = next((part for part in parts if isinstance(part, dict)), {"schedule": GPIPE})
     raise AssertionError(f"no rule's change leads from {plan} to a plan that works")
 
 
@@ -117,7 +98,7 @@ def _that_works(plan: Any, change: Change) -> str:
 
 
 def _complete_schedule(plan: Any) -> Parts | None:
-    """Make a Schedule of rows or a function, and set the stages per rank where a named one has but one choice."""
+    """Make a Schedule of rows or a function; set the stages per rank if a named schedule has only one choice."""
     given: Any = plan.schedule
     if isinstance(given, str) and given in SCHEDULES:
         if SCHEDULES[given].per_rank == 2 and plan.virtual_stages == 1:  # the field's default
@@ -128,7 +109,7 @@ def _complete_schedule(plan: Any) -> Parts | None:
     if given is None or (isinstance(given, str) and len(given.split()) < 2):
         names = list(SCHEDULES)
         word = str(plan.schedule).lower().replace("-", "_").replace(" ", "_")
-        near = schedules().get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
+        near = kinds.schedules().get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
         several = 1 if SCHEDULES[near].can_have(1) else max(plan.virtual_stages, 2)
         return (
             f"Plan(schedule={plan.schedule!r}): there is no such schedule. There are {', '.join(map(repr, names))}, "
@@ -143,11 +124,7 @@ def _complete_schedule(plan: Any) -> Parts | None:
 
 
 def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:
-    """Make a Schedule from a learner's own, in whatever form it is given.
-
-    Raises:
-        ValueError: it is not a schedule, or has no actions.
-    """
+    """Make a Schedule of a learner's own, in any form that `Schedule` takes; an empty one is a ValueError."""
     own = given if isinstance(given, Schedule) else Schedule(given, p=p, m=m)
     if not any(own.rows):
         raise ValueError(
@@ -158,7 +135,7 @@ def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:
 
 
 def _complete_cut(plan: Any) -> None:
-    """Make a tuple of the first layer of each stage but stage 0, its numbers Python's own."""
+    """Make `cut` a tuple, its numbers Python's own."""
     cut: Any = plan.cut
     cut = (cut,) if isinstance(cut, str | int) else cut
     if isinstance(cut, Sequence):
@@ -172,13 +149,10 @@ def _rises(cut: Sequence[Any]) -> bool:
     return all(type(point) in (int, str) for point in cut) and all(a < b for a, b in pairwise(numbers))
 
 
-# ------------------------------------------------------------ plans as calls
-
-
 def call_of(plan: Any, changes: Mapping[str, Any] | None = None, *, bare: bool = False) -> str:
     """Return the call that makes a plan with some changes or, if `bare`, one with the changes alone.
 
-    Fields with their default value are left out, except for the schedule of a pipeline.
+    It leaves out fields with their default value, except for the schedule of a pipeline.
     """
     defaults = {field.name: field.default for field in fields(plan)}
     values = dict(defaults) if bare else {name: getattr(plan, name) for name in defaults}
@@ -193,15 +167,12 @@ def call_of(plan: Any, changes: Mapping[str, Any] | None = None, *, bare: bool =
 
 
 def change_plan(plan: P, **changes: Any) -> P:
-    """Return the plan with some fields changed; ZeRO shards within groups of as many replicas, as far as that works.
+    """Return the plan with some fields changed; it keeps its dp_shard if that still works.
 
     >>> from mpkit.plan.plan import Plan
     >>> plan = Plan(dp=8, zero=3, dp_shard=4)
     >>> change_plan(plan, dp=16), change_plan(plan, zero=0), change_plan(plan, dp_shard=2)
     (Plan(dp=16, zero=3, dp_shard=4), Plan(dp=8), Plan(dp=8, zero=3, dp_shard=2))
-
-    Raises:
-        ValueError: the changed plan cannot work.
     """
     old: Any = plan
     dp, zero = whole(changes.get("dp", old.dp)) or 0, changes.get("zero", old.zero)
@@ -210,23 +181,16 @@ def change_plan(plan: P, **changes: Any) -> P:
     return replace(old, **changes)  # type: ignore[no-any-return]
 
 
-# ------------------------------------------------------------ plans in words
-
-
 def describe(plan: Any) -> str:
     """Describe a plan in words, for `Plan.describe`.
 
     >>> from mpkit.plan.plan import Plan
-    >>> print(describe(Plan(dp=4, zero=2, microbatches=2)))
-    ZeRO-2 on 4 ranks: each a quarter of every batch, in 2 micro-batches, whose gradients accumulate.
     >>> print(describe(Plan(pp=2, dp=2, tp=2, zero=1, schedule="1f1b", microbatches=4)))
     8 ranks, 2 x 2 x 2 (pp x dp x tp). 1f1b on 2 ranks: the model in 2 stages, each batch in 4 micro-batches. Bubble in
     theory 1/5 = 0.200. ZeRO-1 on 2 ranks: each half of every batch. Each layer is shared by 2 ranks.
-    >>> print(describe(Plan(dp=32, zero=3, dp_shard=8)))
-    ZeRO-3 on 32 ranks, sharded within 4 groups of 8: each 1/32 of every batch.
-    >>> print(describe(Plan(dp=4, ep=2)))
-    DDP on 4 ranks: each a quarter of every batch. The experts of each layer are divided among 2 ranks, to which tokens
-    go by all-to-alls.
+    >>> print(describe(Plan(dp=32, zero=3, dp_shard=8, ep=2, microbatches=2)))
+    ZeRO-3 on 32 ranks, sharded within 4 groups of 8: each 1/32 of every batch, in 2 micro-batches, whose gradients
+    accumulate. The experts of each layer are divided among 2 ranks, to which tokens go by all-to-alls.
     """
     mesh = plan.mesh
     long = [axis for axis in AXES if mesh.degree(axis) > 1]
@@ -250,12 +214,12 @@ def describe(plan: Any) -> str:
         parts.append(f"Each sequence is shared by {plan.cp} ranks ({plan.cp_method}, {plan.cp_order}).")
     if accumulates and not is_replicated and plan.ranks > 1:
         parts.append(f"Each batch in {plan.microbatches} micro-batches, whose gradients accumulate.")
-    parts += [f"Computes in {plan.precision}."] if plan.precision != "full" else []
-    host = {
-        "optimizer": "The optimizer is on the host.",
-        "params": "Optimizer and parameters are on the host.",
-    }
-    return " ".join([*parts, *filter(None, [host.get(plan.offload)])])
+    if plan.precision != "full":
+        parts.append(f"Computes in {plan.precision}.")
+    if plan.offload != "none":
+        on_host = "The optimizer is" if plan.offload == "optimizer" else "Optimizer and parameters are"
+        parts.append(f"{on_host} on the host.")
+    return " ".join(parts)
 
 
 def _pipeline(plan: Any) -> str:

@@ -1,8 +1,8 @@
 """TensorPlan: which linear layers of a model are divided over the ranks of a tensor-parallel group, and how.
 
 A *region* is what Megatron puts between f and g: layers that are divided by columns (their outputs), whatever lies
-between, and a layer that is divided by rows (its inputs), whose partial results are summed. A plan says no more than
-that: the model keeps its own forward.
+between, and a layer that is divided by rows (its inputs), whose partial results are summed. The model keeps its own
+forward.
 
     x ──f── column ── GELU ── row ──g── y          an MLP: entry "mlp", column ("mlp.up",), row "mlp.down"
     x ──f── q, k, v ── attention ── out ──g── y    an attention: entry "attn", likewise, divided by heads
@@ -11,7 +11,7 @@ Names are those of `model.named_modules()`. A `*` stands for any part of a name 
 it stands for the same part as in `entry`. So one region describes all layers of one kind.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
-section 3. Pure Python.
+section 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Region:
     How a column layer's outputs are divided over t ranks:
 
         evenly              Region("mlp", ("mlp.up",), "mlp.down")
-        by heads            heads="num_heads": whole heads, as many as the entry's attribute of that name says
+        by heads            heads="num_heads": whole heads, of which the entry's attribute has the number
         grouped queries     heads="config.num_key_value_heads": k and v by their own heads, q by the groups that
                             belong to them; every layer's width is a multiple of the number of heads
         q, k, v in one      sections=(1, 1, 1): one after another in that ratio of widths, each divided by itself;
@@ -36,9 +36,6 @@ class Region:
 
     The row layer's inputs are divided like the outputs before it: by heads, or evenly. A size that t does not divide
     makes shards that differ by one.
-
-    >>> Region("layers.*.attn", ("layers.*.attn.qkv",), "layers.*.attn.out", heads=12, sections=(1, 1, 1)).row
-    'layers.*.attn.out'
 
     Attributes:
         entry: the module whose first argument (or the one named `hidden_states`) is x, to which f is applied. Anything
@@ -78,27 +75,22 @@ class Region:
                 )
             object.__setattr__(self, name, tuple(given))  # JSON gives lists
         if not self.column:
-            raise ValueError(
-                f"Region(entry={self.entry!r}, column=()) divides nothing: column=({self.entry + '.up'!r},)"
-            )
+            such = f"column=({self.entry + '.up'!r},)"
+            raise ValueError(f"Region(entry={self.entry!r}, column=()) divides nothing: {such}")
         if not self.sections or min(self.sections) < 1:
-            raise ValueError(
-                f"Region(sections={self.sections}): the ratio of their widths, positive integers: sections=(1, 1, 1)"
-            )
+            such = "the ratio of their widths, positive integers: sections=(1, 1, 1)"
+            raise ValueError(f"Region(sections={self.sections}): {such}")
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The parts of a model that are divided. `mpkit.strategies.tensor.find_tensor_plan` makes plans for models it
-    knows.
+    """The parts of a model that are divided; `mpkit.strategies.tensor.find_tensor_plan` finds them in a model.
 
     >>> plan = TensorPlan((Region("mlp", ("mlp.up",), "mlp.down"),), head="head")
     >>> TensorPlan.from_dict(plan.to_dict()) == plan
     True
 
     Attributes:
-        regions: the regions; see `Region`.
-        embeddings: the nn.Embedding modules whose vocabulary is divided.
         head: the linear layer that gives a logit for each token of the vocabulary; it is divided by vocabulary. If its
             weight is an embedding's, both are divided.
         sequence: for sequence parallelism, the first module that works on a part of the sequence (dimension 1 of its
@@ -107,17 +99,15 @@ class TensorPlan:
     """
 
     regions: tuple[Region, ...]
-    embeddings: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()  # nn.Embedding modules whose vocabulary is divided
     head: str | None = None
     sequence: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         regions = tuple(Region(**one) if isinstance(one, Mapping) else one for one in self.regions)
         object.__setattr__(self, "regions", regions)
-        if isinstance(self.embeddings, str):
-            raise ValueError(
-                f"TensorPlan(embeddings={self.embeddings!r}) is several names: embeddings=({self.embeddings!r},)"
-            )
+        if isinstance(name := self.embeddings, str):
+            raise ValueError(f"TensorPlan(embeddings={name!r}) is several names: embeddings=({name!r},)")
         object.__setattr__(self, "embeddings", tuple(self.embeddings))
         if self.sequence is not None:
             object.__setattr__(self, "sequence", tuple(self.sequence))
@@ -127,6 +117,6 @@ class TensorPlan:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> TensorPlan:
+    def from_dict(cls, values: Mapping[str, Any]) -> TensorPlan:
         """Make a plan from what `to_dict` returned."""
-        return cls(**said)
+        return cls(**values)

@@ -1,7 +1,5 @@
 """The catalogue: machines by name, from the tables and rules of `machines`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import overload
@@ -28,12 +26,12 @@ class Catalogue(Mapping[str, Hardware]):
 
     def __getitem__(self, name: str) -> Hardware:
         try:
-            found = by_name(str(name))
+            machine = by_name(str(name))
         except ValueError:  # its form is right, and there is no such device
-            found = None
-        if found is None:
+            machine = None
+        if machine is None:
             raise KeyError(name)
-        return found
+        return machine
 
     def __iter__(self) -> Iterator[str]:
         return iter(machine_names())
@@ -54,37 +52,24 @@ class Catalogue(Mapping[str, Hardware]):
 
 def _row(machine: Hardware) -> tuple[str, ...]:
     link, device = machine.link_of(range(min(machine.devices, 1024))), machine.device
-    reduce = link.bus.get(Kind.ALL_REDUCE, link.bandwidth)
-    return (
-        machine.name,
-        device.name,
-        f"{device.rate() / 1e12:.3g}",
-        f"{device.bandwidth / 1e9:,.0f}",
-        link.name,
-        f"{machine.link.bandwidth / 1e9:.3g}",
-        f"{reduce / 1e9:.3g}",
-        f"{link.latency * 1e6:.3g}",
-    )
+    flops, memory, bandwidth = device.rate() / 1e12, device.bandwidth / 1e9, machine.link.bandwidth / 1e9
+    reduce, latency = link.rate(Kind.ALL_REDUCE) / 1e9, link.latency * 1e6
+    rates = f"{bandwidth:.3g}", f"{reduce:.3g}", f"{latency:.3g}"
+    return machine.name, device.name, f"{flops:.3g}", f"{memory:,.0f}", link.name, *rates
 
 
 @overload
 def hardware() -> Catalogue: ...
 @overload
 def hardware(
-    name: str | Hardware | Device,
-    *,
-    nodes: int | None = ...,
-    per_node: int | None = ...,
-    nic: str | float | None = ...,
-) -> Hardware: ...
+    name: str | Hardware | Device, *,
+    nodes: int | None = ..., per_node: int | None = ..., nic: str | float | None = ...,
+) -> Hardware: ...  # fmt: skip
 @public
 def hardware(
-    name: str | Hardware | Device | None = None,
-    *,
-    nodes: int | None = None,
-    per_node: int | None = None,
-    nic: str | float | None = None,
-) -> Hardware | Catalogue:
+    name: str | Hardware | Device | None = None, *,
+    nodes: int | None = None, per_node: int | None = None, nic: str | float | None = None,
+) -> Hardware | Catalogue:  # fmt: skip
     """Return the machine with this name; a `Hardware` is returned as it is, and without a name the whole catalogue.
 
     Args:
@@ -123,11 +108,10 @@ def hardware(
             "your own. hardware() lists the names."
         )
     lower = name.strip().lower().replace("_", "-").replace(" ", "-")
-    found = by_name(lower)
-    if found is None:
+    if (machine := by_name(lower)) is None:
         near = get_close_matches(lower, machine_names(), 3, 0.4) or machine_names()
         raise ValueError(
             f"hardware({name!r}): there is none of that name. The nearest: {', '.join(map(repr, near))}; "
             "mpkit.hardware() lists all. mpkit.hardware('h100', nodes=16, nic='ndr') makes one of any size."
         )
-    return found
+    return machine

@@ -16,8 +16,6 @@ mk.hardware("h100", nodes=64, nic="ndr")     64 nodes of 8 H100, a 400 Gb/s card
 mk.hardware("64x8-h100-ndr")                 the same by name
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping
@@ -31,12 +29,11 @@ from mpkit.plan.kinds import real, whole
 from mpkit.trace import Kind
 
 GIGA = 1e9
-LATENCY = 8e-6
-"""Seconds per hop of a network card of which only the rate is given: InfiniBand's, assumed."""
-A_NODE = 8
-"""Devices of a node, where a name leaves them out."""
-REACHED = 0.85
-"""The share of the line rate that a card reaches: 0.74 to 0.95 of it on the measured clusters; assumed."""
+LATENCY = 8e-6  # seconds per hop of a network card of which only the rate is given: InfiniBand's, assumed
+A_NODE = 8  # devices of a node, if a name leaves them out
+REACHED = (
+    0.85  # the share of the line rate that a card reaches: 0.74 to 0.95 on the measured clusters; assumed
+)
 
 
 @cache
@@ -47,29 +44,19 @@ def rows(table: str) -> tuple[dict[str, str], ...]:
 
 
 def one(table: str, **where: str) -> dict[str, str]:
-    """Return the one row in which these columns have these values.
-
-    >>> one("devices", device="A100 SXM 80GB")["memory_GBps"]
-    '2039'
-    """
+    """Return the one row in which these columns have these values."""
     matching = [row for row in rows(table) if all(row[column] == value for column, value in where.items())]
     assert len(matching) == 1, f"{table}.csv has {len(matching)} rows with {where}"
     return matching[0]
 
 
 def _cards() -> dict[str, dict[str, str]]:
-    """Return the rows of nics.csv by name: network cards of a device, in one direction. Latencies are assumed, but for
-    EFA's, which is that of "4x8-b200-efa", fitted to its all-reduce.
-    """
+    """Return the network cards of nics.csv by name. Latencies are assumed; EFA's is fitted to "4x8-b200-efa"."""
     return {row["nic"]: row for row in rows("nics")}
 
 
 def device_names() -> dict[str, dict[str, str]]:
-    """Return the rows of names.csv by short name.
-
-    >>> device_names()["h200"]["device"]
-    'H200 SXM'
-    """
+    """Return the rows of names.csv by short name."""
     return {row["name"]: row for row in rows("names")}
 
 
@@ -111,16 +98,15 @@ def link_named(name: str) -> Link:
     396.0
     """
     row = one("measured_links", link=name)
-    sources = {what: row[f"{what}_source"] for what in ("latency", "bandwidth", "bus")}
-    rates = {
-        column.removesuffix("_Bps"): float(rate)
-        for column, rate in row.items()
-        if column.endswith("_Bps") and rate
+    sources = {
+        what: row[f"{what}_source"] for what in ("latency", "bandwidth", "bus") if row[f"{what}_source"]
     }
-    bandwidth = rates.pop("bandwidth")
-    bus = {Kind[kind.upper()]: rate for kind, rate in rates.items()}
-    sources = {what: source for what, source in sources.items() if source}
-    return Link(name, float(row["latency_s"]), bandwidth, bus, sources, float(row["ramp"] or 0))
+    columns = [
+        name for name, rate in row.items() if name.endswith("_Bps") and rate and name != "bandwidth_Bps"
+    ]
+    bus = {Kind[column.removesuffix("_Bps").upper()]: float(row[column]) for column in columns}
+    latency, bandwidth = float(row["latency_s"]), float(row["bandwidth_Bps"])
+    return Link(name, latency, bandwidth, bus, sources, float(row["ramp"] or 0))
 
 
 def machine_names() -> list[str]:
@@ -132,9 +118,8 @@ def _measured(row: Mapping[str, str]) -> Hardware:
     short = row["device"]
     between = link_named(row["between"]) if row["between"] else None
     device = _core() if short == "cpu" else _device(short)[0]
-    return Hardware(
-        row["name"], device, link_named(row["link"]), between, int(row["per_node"]), int(row["nodes"])
-    )
+    link, per_node, nodes = link_named(row["link"]), int(row["per_node"]), int(row["nodes"])
+    return Hardware(row["name"], device, link, between, per_node, nodes)
 
 
 def _core() -> Device:
@@ -153,22 +138,7 @@ def _core() -> Device:
 def build_machine(
     device: str | Device, *, nodes: int = 1, per_node: int = 8, nic: str | float | None = None
 ) -> Hardware:
-    """Return a machine of any size.
-
-    Args:
-        device: a name such as "h100" (names.csv), or a Device.
-        nodes: the number of nodes.
-        per_node: devices per node.
-        nic: the network card of each device: a name of nics.csv, such as "ndr", or GB/s in one direction. It is needed
-            where there are several nodes.
-
-    Raises:
-        ValueError: there is no such device or card, or a number is none.
-
-    >>> machine = build_machine("h100", nodes=64, nic="ndr")
-    >>> machine.devices, machine.name
-    (512, '64x8-h100-ndr')
-    """
+    """Return a machine of any size; `mk.hardware` explains the arguments."""
     for name, value in (("nodes", nodes), ("per_node", per_node)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"hardware({name}={value!r}): a whole number, 1 or more, such as {name}=8")
@@ -193,7 +163,7 @@ def by_name(name: str) -> Hardware | None:
 
         8x-a100-nvlink       a row of machines.csv that was measured, also with another number of devices
         64x8-h100-ndr        nodes, devices per node, device, network card
-        4x-l40s, h100        devices of a node; 8 where they are left out
+        4x-l40s, h100        devices of a node; 8 if they are left out
 
     Raises:
         ValueError: it is of such a form, and there is no such device or card.
@@ -234,20 +204,15 @@ def _device(short: str) -> tuple[Device, Link]:
     if not line:
         return device, _through_host(device)
     source = f"assumed: 0.78 of the line rate of {line} GB/s, as rings reach on NVLink 3"
-    rate = 0.78 * float(line) * GIGA
-    return device, Link(
-        f"link of {row}", 4e-6, rate, {}, {"latency": "assumed: NVLink 3's", "bandwidth": source}, RAMP
-    )
+    sources = {"latency": "assumed: NVLink 3's", "bandwidth": source}
+    return device, Link(f"link of {row}", 4e-6, 0.78 * float(line) * GIGA, {}, sources, RAMP)
 
 
 def _through_host(device: Device) -> Link:
     """Return the link of devices that reach each other over PCIe, with the shares that eight A100 reach over it."""
     shares = {
-        Kind.ALL_REDUCE: 0.4176,
-        Kind.ALL_GATHER: 0.4497,
-        Kind.REDUCE_SCATTER: 0.3688,
-        Kind.ALL_TO_ALL: 0.2754,
-    }
+        Kind.ALL_REDUCE: 0.4176, Kind.ALL_GATHER: 0.4497, Kind.REDUCE_SCATTER: 0.3688, Kind.ALL_TO_ALL: 0.2754,
+    }  # fmt: skip
     source = "assumed: the shares of the line rate that 8 A100 reach over PCIe 4 (MooreThreads/SimuMax)"
     return Link(
         "PCIe through the host", 10e-6, 0.8 * device.host,
@@ -258,39 +223,31 @@ def _through_host(device: Device) -> Link:
 
 def _card(nic: str | float) -> tuple[Link, str]:
     """Return the link of a network card for each device, and how a machine's name calls it."""
+    cards = _cards()
     if isinstance(nic, str):
-        if nic.lower() not in _cards():
+        if (called := nic.lower()) not in cards:
             raise ValueError(
-                f"nic={nic!r}: one of {', '.join(_cards())}, or GB/s for each device, such as nic=25"
+                f"nic={nic!r}: one of {', '.join(cards)}, or GB/s for each device, such as nic=25"
             )
-        row = _cards()[called := nic.lower()]
-        rate, latency, what = float(row["GBps"]), float(row["latency_s"]), row["what"]
+        rate, latency = float(cards[called]["GBps"]), float(cards[called]["latency_s"])
+        what = cards[called]["what"]
     elif not (real(nic) or 0) > 0:
         raise ValueError(
-            f"nic={nic!r}: GB/s for each device in one direction, such as nic=25, or a name: {', '.join(_cards())}"
+            f"nic={nic!r}: GB/s for each device in one direction, such as nic=25, or a name: {', '.join(cards)}"
         )
     else:
         rate, latency, what = float(nic), LATENCY, f"network, {nic:g} GB/s per device"
         called = f"{nic:g}GBps"
     source = f"assumed: {REACHED} of the published line rate, {rate:g} GB/s per device"
-    return Link(
-        what, latency, REACHED * rate * GIGA, {}, {"bandwidth": source, "latency": "assumed"}, RAMP
-    ), called
+    sources = {"bandwidth": source, "latency": "assumed"}
+    return Link(what, latency, REACHED * rate * GIGA, {}, sources, RAMP), called
 
 
 # ---- enough devices for a number of ranks
 
 
 def check_enough(machine: Hardware, ranks: int, call: str) -> None:
-    """Check that a machine has a device for each rank.
-
-    Args:
-        machine: the machine.
-        ranks: the number of ranks.
-        call: the call that asks, such as "timeline".
-
-    Raises:
-        ValueError: it has fewer.
+    """Check that a machine has a device for each rank of a `call`.
 
     >>> from mpkit.devices.catalogue import hardware
     >>> check_enough(hardware("2x-rtx-4090"), 4, "timeline")
@@ -315,7 +272,7 @@ def enough_a100(ranks: int) -> str:
 
 
 def _larger(machine: Hardware, ranks: int) -> str:
-    """Say which machine of the same devices has enough of them."""
+    """Return the advice which machine of the same devices has enough of them."""
     nodes = -(-ranks // machine.per_node)
     if machine.between is not None:
         return f"More nodes: hardware=dataclasses.replace(mk.hardware({machine.name!r}), nodes={nodes})"

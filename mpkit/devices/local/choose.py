@@ -1,10 +1,8 @@
-"""Which rank gets which device: a function of what was asked and of what there is; and the table that says so.
+"""Which rank gets which device, as a function of the request and of the devices there are; and the table that shows it.
 
-What is asked: `devices=[2, 0]` (numbers as torch counts them), `"cuda:1"`, `["xpu:0", "xpu:1"]`, `"cuda"` for all of a
-kind, `["cpu"] * 4`. Ranks default to one per device; more ranks than devices share them in turn.
+A request is `devices=[2, 0]` (numbers as torch counts them), `"cuda:1"`, `["xpu:0", "xpu:1"]`, `"cuda"` for all of a
+kind, or `["cpu"] * 4`. Ranks default to one per device; more ranks than devices share them in turn.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -26,19 +24,12 @@ ALSO = {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The devices that ranks are put on.
+    """The devices that ranks run on."""
 
-    Attributes:
-        kind: "cpu", or the kind of accelerator.
-        numbers: the devices' numbers, as torch counts; rank r is on numbers[r % len(numbers)]. () on CPUs.
-        ranks: the number of ranks: what was asked, or one per device; None where neither says.
-        named: how many devices were named one by one; "cuda" names none.
-    """
-
-    kind: str
-    numbers: tuple[int, ...] = ()
-    ranks: int | None = None
-    named: int = field(default=0, repr=False, compare=False)
+    kind: str  # "cpu", or the kind of accelerator
+    numbers: tuple[int, ...] = ()  # as torch counts; rank r is on numbers[r % len(numbers)]; () on CPUs
+    ranks: int | None = None  # None if neither the request nor the number of devices says it
+    named: int = field(default=0, repr=False, compare=False)  # devices named one by one; "cuda" names none
 
     def number_of(self, rank: int) -> int:
         """Return the number of a rank's device."""
@@ -56,24 +47,13 @@ class DeviceChoice:
 def choose(
     devices: object, ranks: int | None, inventory: Callable[[str], Inventory | None], argument: str = "devices"
 ) -> DeviceChoice:  # fmt: skip
-    """Return the devices that were asked for.
+    """Return the devices of a request, which the user made with this `argument`.
+
+    `inventory` returns what torch sees of a kind; None if there is none.
 
     >>> from mpkit.devices.local.gpus import LocalDevice
-    >>> four = Inventory("cuda", (LocalDevice(name="A100"),) * 4)
-    >>> machine = {"cuda": four}.get
-    >>> choose([2, 0], None, machine)
-    DeviceChoice(kind='cuda', numbers=(2, 0), ranks=2)
-    >>> choose("cuda:1", 2, machine)
+    >>> choose("cuda:1", 2, {"cuda": Inventory("cuda", (LocalDevice(name="A100"),) * 4)}.get)
     DeviceChoice(kind='cuda', numbers=(1,), ranks=2)
-
-    Args:
-        devices: what was asked.
-        ranks: the number of ranks, if it was asked too.
-        inventory: inventory(kind) is what torch sees of a kind; None if there is none.
-        argument: the argument that it was asked by.
-
-    Raises:
-        ValueError: it cannot be read, there is no such device, or the number of ranks does not fit.
     """
     said = f"{argument}={devices!r}"
     asked = [_read(each, said) for each in _each(devices)]
@@ -92,11 +72,8 @@ def choose(
     there = inventory(kind)
     if there is None:
         raise ValueError(_none(said, kind, ranks or len(asked), inventory))
-    numbers = [
-        number
-        for _, one in asked
-        for number in (range(len(there.devices)) if one is None else [one])  # "cuda": all of them
-    ]
+    every = range(len(there.devices))
+    numbers = [number for _, one in asked for number in (every if one is None else [one])]
     for number in numbers:
         if number >= len(there.devices):
             raise ValueError(_explain_missing(said, number, there))
@@ -111,7 +88,7 @@ def _each(devices: object) -> list[object]:
 
 
 def _read(one: object, said: str) -> tuple[str, int | None]:
-    """Return the kind ("" if it is not said) and the number (None for all of the kind) of one entry."""
+    """Return the kind ("" if it is left out) and the number (None for all of the kind) of one entry."""
     if isinstance(one, int) and not isinstance(one, bool) and one >= 0:
         return "", one
     text = str(one).strip().lower()
@@ -152,18 +129,15 @@ def _explain_missing(said: str, number: int, there: Inventory) -> str:
     count = len(there.devices)
     only = f"{there.kind}:0" if count == 1 else f"{there.kind}:0 to {there.kind}:{count - 1}"
     same = [place for place, device in enumerate(there.devices) if device.number == number]
-    meant = (
-        f"nvidia-smi's GPU {number} is {there.kind}:{same[0]} for this program: devices=[{same[0]}]"
-        if same
-        else f"such as devices={list(range(min(2, count)))}"
-    )
+    meant = f"such as devices={list(range(min(2, count)))}"
+    if same:
+        meant = f"nvidia-smi's GPU {number} is {there.kind}:{same[0]} for this program: devices=[{same[0]}]"
     return f"{said} names {there.kind}:{number}, and torch sees {count}: {only} ({there.decided_by}); {meant}"
 
 
 # ---- the ranks of a Cluster ----------------------------------------------------------------------------------------
 
-MOST_RANKS = 256
-"""The most processes per machine; a larger number is taken for a typing error."""
+MOST_RANKS = 256  # the most processes per machine; mpkit takes a larger number for a typing error
 
 
 def check_ranks(ranks: Any) -> int:
@@ -182,12 +156,7 @@ def check_ranks(ranks: Any) -> int:
 
 
 def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
-    """Return the devices of a Cluster's ranks, and how many ranks there are.
-
-    Raises:
-        ArgumentError: neither the number of ranks nor the devices are given.
-        ValueError: there is no such device here, there can be no such number of ranks, or both do not fit.
-    """
+    """Return the devices of a Cluster's ranks, and how many ranks there are."""
     if devices is not None and device != "auto":
         raise ValueError(
             f"Cluster(device={device!r}, devices={devices!r}): give one of both; devices= names them one by one, such "
@@ -202,8 +171,8 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
     if devices is None and (count or device in ("auto", "cpu")):
         chosen = DeviceChoice("cuda" if count else "cpu", tuple(range(count)), number)
     else:
-        named = ("device", device) if devices is None else ("devices", devices)
-        chosen = choose(named[1], number, gpus.inventory_of, named[0])
+        argument, request = ("device", device) if devices is None else ("devices", devices)
+        chosen = choose(request, number, gpus.inventory_of, argument)
         there = gpus.inventory_of(chosen.kind) if chosen.numbers else None
         for note in there.notes if there is not None else ():
             print(f"mpkit: {note}")
@@ -219,8 +188,7 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
 # ---- the table of ranks and their devices that a Cluster prints ----------------------------------------------------
 
 HEAD = ("rank", "device", "name", "UUID or bus id", "memory")
-COLUMNS = range(len(HEAD))
-"""All of words."""
+COLUMNS = range(len(HEAD))  # all of words
 
 
 class DeviceRow(NamedTuple):
@@ -233,7 +201,7 @@ class DeviceRow(NamedTuple):
 
 
 def row_of(chosen: DeviceChoice, rank: int, inventory: Inventory | None) -> DeviceRow:
-    """Return the row of a rank, which is its number on its node where a launcher has started it.
+    """Return the row of a rank; with a launcher, of its number on its node.
 
     >>> pair = Inventory("cuda", tuple(LocalDevice(i, "T4", f"GPU-{i}a", memory=15 << 30) for i in range(2)))
     >>> row_of(DeviceChoice("cuda", (1, 0)), 0, pair)
@@ -247,12 +215,11 @@ def row_of(chosen: DeviceChoice, rank: int, inventory: Inventory | None) -> Devi
     return DeviceRow(name, device.name or "?", device.identity or "?", memory)
 
 
-Told = Sequence[Sequence[str]] | None
-"""The rows of all ranks where a launcher has started them."""
+Told = Sequence[Sequence[str]] | None  # the rows of all ranks that a launcher has started
 
 
 def devices_text(chosen: DeviceChoice, ranks: int, told: Told = None) -> str:
-    """Return the table as text; below it, which variable decided and what may surprise."""
+    """Return the table as text; below it, which variable decides and what may surprise."""
     rows, below = _table(chosen, ranks, told)
     return visible("\n".join([*table_text(rows, COLUMNS), *below]))
 

@@ -2,16 +2,13 @@
 
 No CUDA context is started.
 
-Which GPUs, in which order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, as CUDA reads them. CUDA reads
-CUDA_VISIBLE_DEVICES from the left: indices or the beginnings of UUIDs, with commas between. The first entry that is no
-GPU ends the list, and all entries behind it are dropped without a word; "" and "-1" hide every GPU; if a GPU is named
-twice, none is visible. Indices count in the order of CUDA_DEVICE_ORDER: FASTEST_FIRST (CUDA's default, its own guess)
-or PCI_BUS_ID (nvidia-smi's order).
+CUDA reads CUDA_VISIBLE_DEVICES from the left: indices or the beginnings of UUIDs, with commas between. The first entry
+that is not a GPU ends the list, and CUDA silently drops all entries behind it; "" and "-1" hide every GPU; if an entry
+names a GPU twice, none is visible. Indices count in the order of CUDA_DEVICE_ORDER: FASTEST_FIRST (CUDA's default, its
+own guess) or PCI_BUS_ID (nvidia-smi's order).
 
 Source: CUDA C++ Programming Guide, appendix "CUDA Environment Variables".
 """
-
-from __future__ import annotations
 
 import csv
 import os
@@ -23,21 +20,14 @@ from functools import cache
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """A device of this machine, as its driver describes it.
+    """A device of this machine, as its driver describes it; what is not known keeps its default."""
 
-    Attributes:
-        number: what nvidia-smi counts it as, in PCI bus order; None where that is not known.
-        name, uuid, bus_id: such as "NVIDIA A100-SXM4-80GB", "GPU-5d5b...", "00000000:07:00.0"; "" where not known.
-        memory: bytes in all; 0 where the driver says N/A.
-        compute: its compute capability, such as (8, 0); None where that is not known.
-    """
-
-    number: int | None = None
-    name: str = ""
-    uuid: str = ""
-    bus_id: str = ""
-    memory: int = 0
-    compute: tuple[int, int] | None = None
+    number: int | None = None  # nvidia-smi's, in PCI bus order
+    name: str = ""  # such as "NVIDIA A100-SXM4-80GB"
+    uuid: str = ""  # such as "GPU-5d5b..."
+    bus_id: str = ""  # such as "00000000:07:00.0"
+    memory: int = 0  # bytes in all
+    compute: tuple[int, int] | None = None  # the compute capability, such as (8, 0)
 
     @property
     def identity(self) -> str:
@@ -47,23 +37,14 @@ class LocalDevice:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The devices of one kind that a program sees.
+    """The devices of one kind that a program sees."""
 
-    Attributes:
-        kind: "cuda", "xpu", "hpu" or "mps".
-        devices: in torch's order: cuda:0 first.
-        decided_by: the variable that decided which are seen, with its value, or that none is set.
-        notes: what may surprise about it.
-        wrong: those of the notes that say what in the variables has another effect than its writer may think.
-        fix: a value of the variable that would have the effect that was meant.
-    """
-
-    kind: str
-    devices: tuple[LocalDevice, ...]
-    decided_by: str = "no variable is set"
-    notes: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
-    fix: str = ""
+    kind: str  # one of KINDS
+    devices: tuple[LocalDevice, ...]  # in torch's order: cuda:0 first
+    decided_by: str = "no variable is set"  # which variable decides what torch sees, with its value
+    notes: tuple[str, ...] = ()  # what may surprise
+    wrong: tuple[str, ...] = ()  # the notes about variables that do not have their apparent effect
+    fix: str = ""  # a command line whose variable has that effect
 
 
 # ---- the table of GPUs that nvidia-smi prints
@@ -71,27 +52,22 @@ class Inventory:
 COLUMNS = ("index", "name", "uuid", "pci.bus_id", "memory.total", "compute_cap")
 
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits")
-"""The command whose output `parse_gpus` reads."""
 
 
 def parse_gpus(text: str) -> list[LocalDevice]:
-    """Read the output of `QUERY`: one line per GPU.
+    """Read the output of `QUERY`, one line per GPU, or raise a ValueError.
 
     >>> [gpu] = parse_gpus("0, Tesla T4, GPU-0f, 00000000:00:1E.0, 15360, 7.5")
     >>> gpu.name, gpu.memory >> 30, gpu.compute
     ('Tesla T4', 15, (7, 5))
-
-    Raises:
-        ValueError: the text is no such table.
     """
     return [_read_row(row) for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
 
 
 def _read_row(row: list[str]) -> LocalDevice:
     if len(row) != len(COLUMNS) or not row[0].strip().isdecimal():
-        raise ValueError(
-            f"nvidia-smi printed {', '.join(row)!r} where a row of {len(COLUMNS)} columns was expected"
-        )
+        printed = ", ".join(row)
+        raise ValueError(f"nvidia-smi printed {printed!r} where a row of {len(COLUMNS)} columns was expected")
     value = dict(zip(COLUMNS, map(str.strip, row), strict=True))
     major, _, minor = value["compute_cap"].partition(".")
     return LocalDevice(
@@ -152,7 +128,7 @@ Ordered = tuple[tuple[LocalDevice, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def _order_gpus(gpus: Sequence[LocalDevice], environment: Mapping[str, str]) -> Ordered:
-    """Return the GPUs in CUDA's order, and what is to be said about the order."""
+    """Return the GPUs in CUDA's order, and the notes about the order: all, and those about wrong variables."""
     order = environment.get("CUDA_DEVICE_ORDER")
     by_bus = tuple(sorted(gpus, key=lambda gpu: gpu.number or 0))
     if order == "PCI_BUS_ID":
@@ -196,13 +172,7 @@ HIDERS: Mapping[str, tuple[str, ...]] = {
 def inventory_of_gpus(
     gpus: list[LocalDevice], environment: Mapping[str, str], seen_by_torch: int
 ) -> Inventory:
-    """Return the inventory of NVIDIA GPUs; without names where what torch sees does not fit what the driver lists.
-
-    >>> cards = [LocalDevice(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30) for i in range(4)]
-    >>> found = inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
-    >>> [(device.number, device.identity) for device in found.devices], found.decided_by
-    ([(2, 'GPU-2a'), (0, 'GPU-0a')], 'CUDA_VISIBLE_DEVICES=2,0')
-    """
+    """Return the inventory of NVIDIA GPUs, without names if torch does not see those that the driver lists."""
     seen = visible(gpus, environment)
     if len(seen.devices) == seen_by_torch:
         return seen
@@ -216,11 +186,7 @@ def inventory_of_gpus(
 def unnamed_devices(
     kind: str, count: int, environment: Mapping[str, str], notes: tuple[str, ...] = ()
 ) -> Inventory:
-    """Return the inventory of devices of which only the number is known.
-
-    >>> unnamed_devices("xpu", 2, {"ZE_AFFINITY_MASK": "0,1"}).decided_by
-    'ZE_AFFINITY_MASK=0,1'
-    """
+    """Return the inventory of devices of which only the number is known."""
     hiders = [f"{name}={environment[name]}" for name in HIDERS[kind] if name in environment]
     return Inventory(kind, (LocalDevice(),) * count, ", ".join(hiders) or "no variable is set", notes)
 
@@ -263,7 +229,7 @@ def _gpus_of(count: int) -> Inventory:
 
 @cache
 def _nvidia_smi() -> str:
-    """Return what nvidia-smi prints; "" where it is missing, fails, or does not answer: then nothing is known."""
+    """Return what nvidia-smi prints; "" if it is missing, fails, or does not answer."""
     try:
         done = subprocess.run(QUERY, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5.0)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,7 @@
 """The formats by name, each with the code that its framework needs beside its table: what several keys say together.
 
-torchrun, SLURM and TF_CONFIG say how many ranks there are and where, and none says what the ranks do: read back, it is
-a plan of as many replicas. TF_CONFIG is the environment variable of TensorFlow's MultiWorkerMirroredStrategy, one
-worker per GPU.
+torchrun, SLURM and TF_CONFIG say how many ranks there are and where, but not what they do: `Plan.read` makes a plan of
+as many replicas. TF_CONFIG is the environment variable of TensorFlow's MultiWorkerMirroredStrategy, one worker per GPU.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpkit.plan.formats.python_code import assignments, python_code
-from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import command, options
-from mpkit.plan.formats.syntax import JSON, YAML, Page
+from mpkit.plan.formats.syntax import JSON, YAML, Page, assignments, python_code
 from mpkit.plan.formats.table import RANKS, Fields, Format, Values, bool_of, number_of
-from mpkit.plan.schedule.catalogue import (
-    ANY,
-    INTERLEAVED_1F1B,
-    ONE_F_ONE_B,
-    OVERLAPPED_1F1B,
-    SCHEDULES,
-    names_in_torch,
-)
+from mpkit.plan.schedule import catalogue
+from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, SCHEDULES, names_in_torch
+
+if TYPE_CHECKING:
+    from mpkit.plan.formats.write import ExportRequest
 
 NAMES = (
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--standalone",
@@ -35,13 +29,10 @@ NAMES = (
 def count_ranks(values: Values) -> int | None:
     """Return the number of ranks that a launch line, or else a batch script, starts; None if neither says it.
 
-    A batch script's ranks are one per GPU, or one per task if it does not say GPUs.
+    A batch script starts one rank per GPU, or one per task if it names no GPUs.
 
     >>> count_ranks({"--nodes": "4", "--gres": "gpu:a100:8"}), count_ranks({"--num-processes": "8", "--nodes": "2"})
     (32, 8)
-
-    Raises:
-        ValueError: it is no number, or the plan is in another file.
     """
     if "accelerate launch" in values and "--config-file" in values:
         raise ValueError(
@@ -61,7 +52,7 @@ def count_ranks(values: Values) -> int | None:
 
 
 def _first(values: Values, *names: str) -> int | None:
-    """Return the number of the first of these options that is there, such as 8 of gpu:a100:8."""
+    """Return the number in the first of these options that has a value, such as 8 for gpu:a100:8."""
     name = next((name for name in names if name in values), None)
     if name is None:
         return None
@@ -74,43 +65,30 @@ def _first(values: Values, *names: str) -> int | None:
         raise ValueError(f"torchrun: {name}={value!s:.60}: {error}, or Plan.read(..., ranks=8)") from None
 
 
-def launch_lines(page: Page) -> str:
-    """Return the array of torchrun's options."""
-    return options(page, "LAUNCH", NAMES)
-
-
 def _finish_launch(values: Values, fields: Fields, notes: list[str]) -> Fields:
     return fields | {"dp": count_ranks(values) or 1}
 
 
 def _torchrun(page: Page) -> str:
-    return f'{launch_lines(page)}\ntorchrun "${{LAUNCH[@]}}" {page.asked.script}'
+    return f'{options(page, "LAUNCH", NAMES)}\ntorchrun "${{LAUNCH[@]}}" {page.asked.script}'
 
 
 def _slurm(page: Page) -> str:
-    lines = [f"# {page.comments[name]}\n#SBATCH {name}={value}" for name, value in page.values.items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "set -eu",
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # the first node',
-            'srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \\',
-            f'    --rdzv-backend=c10d --rdzv-endpoint="$head:{page.asked.port}" --rdzv-id="$SLURM_JOB_ID" \\',
-            f"    {page.asked.script}",
-        ]
-    )
+    lines = [f"# {page.comments[name]}\n#SBATCH {name}={value}\n" for name, value in page.values.items()]
+    return f"""{"".join(lines)}
+set -eu
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # the first node
+srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \\
+    --rdzv-backend=c10d --rdzv-endpoint="$head:{page.asked.port}" --rdzv-id="$SLURM_JOB_ID" \\
+    {page.asked.script}"""
 
 
 TORCHRUN = Format("torchrun", command("torchrun", _torchrun), _finish_launch)
 SLURM = Format("slurm", command("slurm", _slurm), _finish_launch)
 
 
-# ---- TF_CONFIG
-
-
 def _workers(asked: ExportRequest) -> Mapping[str, Any]:
-    """Return an address per rank: the nodes count up from the first one, and each GPU has a port."""
+    """Return an address per rank: node numbers count up from the first node's, and each GPU has a port."""
     name = asked.master.rstrip("0123456789")
     first = int(asked.master[len(name) :] or 0)
     hosts = [asked.master] if asked.nodes == 1 else [f"{name}{first + node}" for node in range(asked.nodes)]
@@ -130,21 +108,19 @@ def _finish_tf_config(values: Values, fields: Fields, notes: list[str]) -> Field
 TF_CONFIG = Format("tf_config", JSON, _finish_tf_config, _workers)
 
 
-MIB = 2**20
 ALL_AT_ONCE = 2**20
 """MiB of a bucket for all gradients: Megatron's without `--overlap-grad-reduce`, whatever size it is given."""
-DEEPSPEED_BUCKET = 500_000_000
-"""Elements, where reduce_bucket_size is left out, and without ZeRO."""
+DEEPSPEED_BUCKET = 500_000_000  # elements, if reduce_bucket_size is left out, and without ZeRO
 
 
 def _bucket(elements: float, precision: str | None) -> Fields:
-    """Return the MiB of a bucket with so many gradients, which 16 bits reduce in 16 bits."""
-    size = elements * (4 if precision in (None, "full") else 2) / MIB
+    """Return the MiB of a bucket with so many gradients, each of 4 bytes, or of 2 if the precision is of 16 bits."""
+    size = elements * (4 if precision in (None, "full") else 2) / 2**20
     return {"bucket_mb": int(size) if size == int(size) else size}
 
 
 def _shards(format: str, dp: int, name: str, values: Values) -> int | None:
-    """Return the replicas of each of the groups that a key counts; None if there is one."""
+    """Return the replicas in each of the groups that a key counts; None for a single group."""
     groups = number_of(values.get(name, 1))
     if dp % groups:
         raise ValueError(f"{format}: {name}={groups} is no divisor of the {dp} replicas: {name}=1")
@@ -175,9 +151,8 @@ def _finish_deepspeed(values: Values, fields: Fields, notes: list[str]) -> Field
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
             "of them is left out: read as dp=1; Plan.read(..., ranks=8) says how many there are"
         )
-    elements = values.get(
-        "zero_optimization.reduce_bucket_size", DEEPSPEED_BUCKET if fields.get("dp", 1) > 1 else None
-    )
+    default = DEEPSPEED_BUCKET if fields.get("dp", 1) > 1 else None
+    elements = values.get("zero_optimization.reduce_bucket_size", default)
     return fields | (_bucket(number_of(elements), fields.get("precision")) if elements else {})
 
 
@@ -203,10 +178,9 @@ def _finish_accelerate(values: Values, fields: Fields, notes: list[str]) -> Fiel
         fields["dp_shard"] = shard
     if not bool_of(values.get("fsdp_config.fsdp_reshard_after_forward", True)):
         fields["zero"] = 2
-    if fields["dp"] * fields.get("cp", 1) > 1 and kind == "DEEPSPEED":
-        fields |= _bucket(DEEPSPEED_BUCKET, fields.get("precision"))
-    elif fields["dp"] * fields.get("cp", 1) > 1 and kind == "MEGATRON_LM":
-        fields["bucket_mb"] = ALL_AT_ONCE
+    if fields["dp"] * fields.get("cp", 1) > 1:
+        deepspeed = _bucket(DEEPSPEED_BUCKET, fields.get("precision"))
+        fields |= {"DEEPSPEED": deepspeed, "MEGATRON_LM": {"bucket_mb": ALL_AT_ONCE}}.get(str(kind), {})
     return fields
 
 
@@ -245,7 +219,6 @@ FSDP = Format("fsdp", python_code(_fsdp_module, {}), _finish_fsdp)
 
 # ---- Megatron-LM: all axes, 1F1B plain or interleaved, ZeRO-1, and without a pipeline its own FSDP
 
-BUCKET = "--ddp-bucket-size"
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 
@@ -271,16 +244,16 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
                 f"megatron: {LAYERS_PER_STAGE}={values[LAYERS_PER_STAGE]} needs --num-layers, a multiple of {each}: a "
                 "stage on each pipeline rank; or --num-virtual-stages-per-pipeline-rank=2"
             )
-    fields["schedule"] = INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
+    fields["schedule"] = catalogue.INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
     if "--overlap-moe-expert-parallel-comm" in values:
-        fields["schedule"] = OVERLAPPED_1F1B
+        fields["schedule"] = catalogue.OVERLAPPED_1F1B
     fields["dp_shard"] = _shards("megatron", dp, "--num-distributed-optimizer-instances", values)
     if cp > 1 and fields.get("cp_method") != "ulysses":
         fields["cp_order"] = "zigzag"
     if "--data-parallel-sharding-strategy" in values and "--use-megatron-fsdp" not in values:
         raise ValueError("megatron: --data-parallel-sharding-strategy goes with --use-megatron-fsdp")
-    if BUCKET in values:
-        fields |= _bucket(number_of(values[BUCKET]), None)
+    if "--ddp-bucket-size" in values:
+        fields |= _bucket(number_of(values["--ddp-bucket-size"]), None)
     elif "--use-megatron-fsdp" not in values and dp * cp > 1:  # DistributedDataParallel's own
         own = _bucket(max(40_000_000, 1_000_000 * dp * cp), None)
         fields |= own if "--overlap-grad-reduce" in values else {"bucket_mb": ALL_AT_ONCE}
@@ -296,16 +269,11 @@ def _finish_megatron(values: Values, fields: Fields, notes: list[str]) -> Fields
 
 
 def _megatron_script(page: Page) -> str:
-    launch = launch_lines(page)
-    rest = [name for name in page.values if f"  {name}" not in launch]
-    return "\n".join(
-        [
-            launch,
-            options(page, "ARGS", rest),
-            '# The model, its data and its optimizer: arguments of your own after "${ARGS[@]}".',
-            f'torchrun "${{LAUNCH[@]}}" {page.asked.script} "${{ARGS[@]}}"',
-        ]
-    )
+    launch = options(page, "LAUNCH", NAMES)
+    return f"""{launch}
+{options(page, "ARGS", [name for name in page.values if f"  {name}" not in launch])}
+# The model, its data and its optimizer: arguments of your own after "${{ARGS[@]}}".
+torchrun "${{LAUNCH[@]}}" {page.asked.script} "${{ARGS[@]}}\""""
 
 
 MEGATRON = Format("megatron", command("megatron", _megatron_script), _finish_megatron)
@@ -315,17 +283,16 @@ MEGATRON = Format("megatron", command("megatron", _megatron_script), _finish_meg
 
 
 CLASSES = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
-P, T, RECOMPUTED = "parallelism", "training", "activation_checkpoint"
+P, T = "parallelism", "training"
 
 
 def _torchtitan_names(asked: ExportRequest) -> Mapping[str, Any]:
     plan, known = asked.plan, names_in_torch()
     if plan.pp == 1:
         return {"torch_schedule": None}
-    # torchtitan gives looped schedules 2 stages per rank
-    named = isinstance(plan.schedule, str) and (
-        SCHEDULES[plan.schedule].per_rank != ANY or plan.virtual_stages > 1
-    )
+    entry = SCHEDULES[plan.schedule] if isinstance(plan.schedule, str) else None
+    # torchtitan's looped schedules have 2 per rank.
+    named = entry and (entry.per_rank or plan.virtual_stages > 1)
     return {"torch_schedule": known.get(str(plan.schedule) if named else "", known[ONE_F_ONE_B])}
 
 
@@ -337,7 +304,7 @@ def _finish_torchtitan(values: Values, fields: Fields, notes: list[str]) -> Fiel
                 f"torchtitan: pipeline_parallel_schedule = {torchs!r:.80}: one of "
                 f"{', '.join(names_in_torch().values())}"
             )
-        fields |= {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
+        fields |= {"schedule": name} | ({} if SCHEDULES[name].per_rank else {"virtual_stages": 2})
     replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))
     shard = _count_shards(values, fields, replicate, notes)
     if shard > 1 and replicate > 1:
@@ -362,7 +329,7 @@ def _finish_torchtitan(values: Values, fields: Fields, notes: list[str]) -> Fiel
 
 
 def _count_shards(values: Values, fields: Fields, replicate: int, notes: list[str]) -> int:
-    """Return the replicas that shard; -1, which is the default, is whatever ranks remain."""
+    """Return the replicas that shard; -1, the default, stands for all ranks that remain."""
     said = values.get(f"{P}.data_parallel_shard_degree", -1)
     if said != -1:
         return number_of(said)
@@ -376,33 +343,24 @@ def _count_shards(values: Values, fields: Fields, replicate: int, notes: list[st
 
 
 def _torchtitan_code(page: Page) -> str:
-    names = ["from torchtitan.config import ParallelismConfig, TrainingConfig"]
-    if RECOMPUTED in page.values:
-        names.append("from torchtitan.distributed.activation_checkpoint import FullAC")
-    return "\n".join([*names, "", assignments(page, CLASSES)])
+    names = "from torchtitan.config import ParallelismConfig, TrainingConfig\n"
+    if "activation_checkpoint" in page.values:
+        names += "from torchtitan.distributed.activation_checkpoint import FullAC\n"
+    return f"{names}\n{assignments(page, CLASSES)}"
 
 
-TORCHTITAN = Format(
-    "torchtitan", python_code(_torchtitan_code, CLASSES), _finish_torchtitan, _torchtitan_names
-)
-
-
-# ---- the formats by name
-
+TITAN_SYNTAX = python_code(_torchtitan_code, CLASSES)
+TORCHTITAN = Format("torchtitan", TITAN_SYNTAX, _finish_torchtitan, _torchtitan_names)
 
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (TORCHRUN, DEEPSPEED, ACCELERATE, FSDP, MEGATRON, TORCHTITAN, TRAINER, SLURM, TF_CONFIG)
 }
-"""By the name that `Plan.to` takes."""
+"""The formats, by the name that `Plan.to` takes."""
 
 
 def format_of(name: str) -> Format:
-    """Return the format with this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the format with this name."""
     if name not in FORMATS:
         near = get_close_matches(str(name).lower(), FORMATS, 1, 0.4) or ["deepspeed"]
         raise ValueError(

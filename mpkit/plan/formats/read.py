@@ -1,7 +1,5 @@
 """A framework's configuration read as a Plan; the format is guessed from its keys."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings
@@ -11,43 +9,37 @@ from typing import Any
 
 from mpkit.common.size_limits import read_text
 from mpkit.common.tracebacks import level_of_user
-from mpkit.plan.config import Config
 from mpkit.plan.formats.frameworks import FORMATS, format_of
 from mpkit.plan.formats.syntax import JSON, YAML, flat, is_json
 from mpkit.plan.formats.table import Format
 from mpkit.plan.kinds import whole
-from mpkit.plan.plan import Plan
+from mpkit.plan.plan import Config, Plan
 
-SHOWN = 12  # keys in a warning, besides all that look as if they divide work
+SHOWN = 12  # keys in a warning, or all that match DIVIDES if these are more
 DEGREE = re.compile(
     r"(?:encoder_|megatron_lm_)?(?:(?:expert_)?(?:tensor|pipe|pipeline|model|context|sequence|expert|data|ulysses)_"
     r"(?:model_|sequence_)?parallel_(?:shard_|replicate_)?(?:size|degree)"
     r"|(?:tp|pp|cp|ep|etp|sp|dp|fsdp|ulysses|ring)_(?:shard_|replicate_)?(?:size|degree))"
 )
-"""A key that is a degree of parallelism, whatever framework has it."""
+"""A key that is a degree of parallelism, in any framework, but for those of an engine other than training."""
 ANOTHER_ENGINE = re.compile(r"rollout|vllm|sglang|inference|generat|eval|infer")
-"""What the names of degrees begin with that are of an engine beside training."""
 DIVIDES = re.compile(
     r"parallel|shard|zero|offload|recompute|checkpoint|fp[48]|[bf][pf]?16|precision|batch|accum|overlap|bucket|expert"
     r"|moe|fsdp|ddp|deepspeed|ds.config|gpus|nodes|processes|machines|world|pipeline|stage|device"
 )
-"""Keys that a warning names first, and all of them, since they may say how work is divided."""
+"""Keys that may say how work is divided: a warning names all of them, first."""
 LONGEST = 2**18  # bytes of a file
 MOST_RANKS = 2**20
 ENDINGS = {
     ".json": {"JSON"}, ".yaml": {"YAML"}, ".yml": {"YAML"}, ".py": {"Python"}, ".sh": {"a command line"},
 }  # fmt: skip
-"""What files with an ending are written in: a YAML with a mistake is not read as something else."""
+"""The syntaxes that an ending allows: mpkit does not read a YAML file with a mistake as something else."""
 
 
 def read(
     source: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None, ranks: int | None = None
 ) -> Plan:
-    """Return the plan in a file, a text of several lines, or a mapping, for `Plan.read`.
-
-    Raises:
-        ValueError: it is of no format that is known, or could be of several; or a value cannot be.
-    """
+    """Return the plan in a file, a text of several lines, or a mapping, for `Plan.read`."""
     if isinstance(source, Config):
         format = format or source.kind
     if ranks is not None and (whole(ranks) or 0) < 1:
@@ -62,7 +54,7 @@ def read(
         raise ValueError(f"{what} cannot be read as {chosen.name}: {why}")
     values = found[chosen.name]
     unknown = _unknown(chosen, values)
-    if values and not values.keys() - {*unknown}:
+    if values and len(unknown) == len(values):
         raise ValueError(f"{what} has no key of {chosen.title}, such as {next(iter(chosen.keys))}")
     notes: list[str] = []
     try:
@@ -84,14 +76,13 @@ def read(
 
 
 def _is_text(source: Any) -> bool:
-    return isinstance(source, Config) or (
-        isinstance(source, str)
-        and ("\n" in source or " --" in source or source.lstrip("\ufeff \t")[:1] == "{")
-    )
+    if not isinstance(source, str) or isinstance(source, Config):
+        return isinstance(source, Config)
+    return "\n" in source or " --" in source or source.lstrip("\ufeff \t")[:1] == "{"
 
 
 def _text(source: Any) -> str:
-    """Return the text of a source, without the byte order mark with which editors on Windows begin a file."""
+    """Return the text of a source, without the byte order mark of editors on Windows."""
     if _is_text(source):
         if len(source) > LONGEST:
             raise ValueError(
@@ -110,13 +101,13 @@ def _text(source: Any) -> str:
 
 
 def _load_formats(source: Any) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the values by format, of the formats that can be written like this; and why others cannot, by syntax."""
+    """Return the values, by format whose syntax the source has, and what is wrong with it, by other syntax."""
     if isinstance(source, Mapping):
         return dict.fromkeys(FORMATS, flat(source)), {}
     text = _text(source)
-    names = {"JSON"} if is_json(text) else {each.syntax.name for each in FORMATS.values()}
-    if not is_json(text) and not _is_text(source):
-        names = ENDINGS.get(Path(source).suffix.lower(), names)
+    every = {each.syntax.name for each in FORMATS.values()}
+    names = every if _is_text(source) else ENDINGS.get(Path(source).suffix.lower(), every)
+    names = {"JSON"} if is_json(text) else names
     values: dict[str, dict[str, Any]] = {}
     faults: dict[str, str] = {}
     for each in FORMATS.values():
@@ -135,7 +126,7 @@ def _unknown(chosen: Format, values: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_degrees(chosen: Format, unknown: Mapping[str, Any]) -> None:
-    """Refuse a degree of parallelism that this format does not have: without it the plan would be another one."""
+    """Reject a degree of parallelism that this format does not have: without it the plan would be another one."""
     for name, value in unknown.items():
         key = name.lower().lstrip("-").replace("-", "_")
         is_degree = DEGREE.fullmatch(key.rpartition(".")[2]) and not ANOTHER_ENGINE.search(key)
@@ -149,13 +140,13 @@ def _refuse_degrees(chosen: Format, unknown: Mapping[str, Any]) -> None:
 def _join_names(names: Sequence[str]) -> str:
     """Return names for a warning: first all that may say how work is divided, then some of the others."""
     plain = [name if len(name) <= 60 else f"{name[:60]}..." for name in names]
-    ordered = sorted(plain, key=lambda name: not DIVIDES.search(name.lower()))
-    shown = max(SHOWN, sum(bool(DIVIDES.search(name.lower())) for name in plain))
+    divide = [name for name in plain if DIVIDES.search(name.lower())]
+    ordered, shown = [*divide, *(name for name in plain if name not in divide)], max(SHOWN, len(divide))
     return ", ".join(ordered[:shown]) + (f" and {len(plain) - shown} more" if len(plain) > shown else "")
 
 
 def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:
-    """Return the format that knows the most keys, of those with a key that is not in other programs' files too."""
+    """Return the format that knows the most keys, among those with a key that no other program has."""
     known = {name: values.keys() - {*_unknown(FORMATS[name], values)} for name, values in found.items()}
     own = {name: names - FORMATS[name].common for name, names in known.items()}
     most = max((len(known[name]) for name, names in own.items() if names), default=0)

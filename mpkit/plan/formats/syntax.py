@@ -1,19 +1,24 @@
-"""How a format's values are written: Syntax, and JSON and YAML, whose nested keys are joined by dots here."""
+"""The syntaxes in which formats write their values: JSON, YAML and Python, whose nested keys are joined by dots here.
+
+Python is constants at the head of a module, and the arguments of configuration objects. mpkit parses and never runs it.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpkit.common.size_limits import read_json
-from mpkit.plan.formats.request import ExportRequest
+from mpkit.plan import kinds
+
+if TYPE_CHECKING:
+    from mpkit.plan.formats.write import ExportRequest
 
 
 @dataclass(frozen=True)
@@ -28,45 +33,29 @@ class Page:
 
 @dataclass(frozen=True)
 class Syntax:
-    """A way to write values.
-
-    Attributes:
-        name: what it is called.
-        dump: the text of a page.
-        load: the values in a text, by key; ValueError if it is not written in this way.
-        annotate: the text with comments, where the text itself has none.
-    """
+    """A way to write values."""
 
     name: str
     dump: Callable[[Page], str]
-    load: Callable[[str], dict[str, Any]]
-    annotate: Callable[[Page], str]
+    load: Callable[[str], dict[str, Any]]  # raises a ValueError if the text is not written this way
+    annotate: Callable[[Page], str]  # the text with comments, also for JSON, which has none
 
 
-@lru_cache(1)
-def tables() -> dict[str, Any]:
-    """Return the tables of formats.toml."""
-    return tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
+tables = partial(kinds.tables, "formats/formats")
 
 
 def agree(values: dict[str, Any], name: str, value: Any) -> None:
-    """Add a value; where the text says two of a name, both are in its place, and no key takes that.
-
-    >>> values = {"tp": 2}
-    >>> agree(values, "tp", 4)
-    >>> values
-    {'tp': '2 and also 4'}
-    """
+    """Add a value; a name with two values in a text gets both, as "2 and also 4", which no key takes."""
     before = values.setdefault(name, value)
     if before != value and " and also " not in str(before):
         values[name] = f"{shorten(before)} and also {shorten(value)}"
 
 
 def shorten(value: Any) -> str:
-    """Return a value as an error shows it: its beginning, if it is long.
+    """Return a value as an error shows it: its beginning, if it is long; Python has no text of integers this long.
 
-    >>> shorten([1, 2]), shorten(16**5000)
-    ('[1, 2]', 'a number of 20001 bits')
+    >>> shorten(16**5000)
+    'a number of 20001 bits'
     """
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"a number of {value.bit_length()} bits"
@@ -74,19 +63,11 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-DEEPEST = 50
-"""Levels of mappings."""
+DEEPEST = 50  # levels of mappings
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a mapping of mappings as one mapping, its keys joined by dots.
-
-    >>> flat({"a": 1, "b": {"c": 2, "d": {"e": 3}}})
-    {'a': 1, 'b.c': 2, 'b.d.e': 3}
-
-    Raises:
-        ValueError: it is no mapping, or mappings are nested too deeply.
-    """
+    """Return a mapping of mappings as one mapping, its keys joined by dots: {"b": {"c": 2}} as {"b.c": 2}."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"a mapping of keys is expected, and this is of type {type(tree).__name__}")
     if prefix.count(".") > DEEPEST:
@@ -111,7 +92,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_comments(lines: Iterable[str], page: Page, mark: str, outermost: int, width: int) -> Iterator[str]:
-    """Yield the head of a file and its lines, each with the comment of its key, whose level its indent says."""
+    """Yield the head of a file and its lines, each with the comment of its key, whose level follows from the indent."""
     yield from (f"{mark} {line}".rstrip() for line in page.header)
     path: list[str] = []
     for line in lines:
@@ -121,19 +102,19 @@ def _add_comments(lines: Iterable[str], page: Page, mark: str, outermost: int, w
         yield f"{line:{width}} {mark} {comment}" if comment else line
 
 
-# ---- JSON, also with the comments and commas at the end of a list that DeepSpeed (Hjson) takes
+# ---- JSON, also with the comments and trailing commas that DeepSpeed (Hjson) takes
 
 _COMMENT = re.compile(r'("(?:[^"\\]++|\\.)*+"?)|//[^\n]*|#[^\n]*|/\*(?:[^*]++|\*(?!/))*+(?:\*/)?', re.DOTALL)
 _LAST_COMMA = re.compile(r'("(?:[^"\\]++|\\.)*+"?)|,(?=\s*+[}\]])', re.DOTALL)
 
 
 def _plain_json(text: str) -> str:
-    """Return the text without its comments, each line at its place."""
+    """Return the text without its comments; line numbers stay."""
     return _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text begins as an object of JSON does, perhaps after comments."""
+    """Return whether a text is an object of JSON, perhaps after comments."""
     return text.lstrip()[:1] in ("{", "/", "#") and _plain_json(text).lstrip()[:1] == "{"
 
 
@@ -154,7 +135,7 @@ def _annotate_json(page: Page) -> str:
 
 
 def _load_yaml(text: str) -> dict[str, Any]:
-    """Read YAML without aliases: one can stand for more than any memory holds."""
+    """Read YAML without aliases, a few of which can stand for more than any memory holds."""
     try:
         yaml = import_module("yaml")
     except ImportError as error:
@@ -186,3 +167,93 @@ def _yaml_lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 JSON = Syntax("JSON", _dump_json, _load_json, _annotate_json)
 YAML = Syntax("YAML", _dump_yaml, _load_yaml, _dump_yaml)
+
+
+# ---- Python
+
+
+def python_code(body: Callable[[Page], str], classes: Mapping[str, str]) -> Syntax:
+    """Return the syntax of Python code, of which `body` makes the lines after the docstring.
+
+    `classes` has the class of each section, which keys begin with, such as {"training": "TrainingConfig"}.
+    """
+
+    def dump(page: Page) -> str:
+        title, *rest = page.header
+        head = "\n".join([title, "", *rest]).rstrip().replace("\\", "\\\\").replace('"""', "'''")
+        return f'"""{head}\n"""\n\n{body(page)}\n'
+
+    def load(text: str) -> dict[str, Any]:
+        try:
+            values = _module_values(ast.parse(text), {name: section for section, name in classes.items()})
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            why = str(error) or "it is nested too deeply"
+            raise ValueError(f"this is no Python that can be read: {why}") from None
+        if not values:
+            raise ValueError("there is no assignment of a constant or of a configuration")
+        return values
+
+    return Syntax("Python", dump, load, dump)
+
+
+def _module_values(tree: ast.Module, sections: Mapping[str, str]) -> dict[str, Any]:
+    r"""Return what a module assigns outside of functions, and the arguments of its configuration objects.
+
+    Nothing is calculated: any other expression stays as its text, which no key takes.
+
+    >>> text = "TP = 2\nRANKS: int = 8\nif x: RANKS = 3\nc = Config(tp=TP, pp=degree(4))"
+    >>> _module_values(ast.parse(text), {"Config": "c"})
+    {'TP': 2, 'RANKS': "8 and also 'what line 3 makes of it'", 'c.tp': 2, 'c.pp': 'degree()'}
+    """
+    known: dict[str, Any] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        plain = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                value = _node_value(plain, known) if plain else f"what line {node.lineno} makes of it"
+                agree(known, node.id, value)
+    values = {name: value for name, value in known.items() if _class_name(value) not in sections}
+    calls: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := _class_name(_node_value(node, {}))) in sections:
+            if calls.setdefault(name, ast.unparse(node)) != ast.unparse(node):
+                raise ValueError(f"its {name}s differ: Plan.read of the text of the one that is meant")
+            if node.args or not all(keyword.arg for keyword in node.keywords):
+                raise ValueError(f"write the arguments of {name} by name")
+            section = sections[name]
+            values |= {f"{section}.{each.arg}": _node_value(each.value, known) for each in node.keywords}
+    return values
+
+
+def _class_name(value: Any) -> str:
+    return str(value).removesuffix("()").rpartition(".")[2]
+
+
+def _node_value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    """Return the value of an expression, or its text if it has to be calculated: of a call without the arguments."""
+    if isinstance(node, ast.Name) and node.id in known:
+        return known[node.id]
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return f"{ast.unparse(node.func)}()" if isinstance(node, ast.Call) else f"{ast.unparse(node):.60}"
+
+
+def assignments(page: Page, classes: Mapping[str, str]) -> str:
+    """Return constants with their comments, and a call for each section; values that end in ".Config()" are calls."""
+    lines: list[str] = []
+    inside = ""
+    for name, value in page.values.items():
+        section, _, key = name.rpartition(".")
+        if inside and section != inside:
+            lines.append(")")
+        if section and section != inside:
+            lines.append(f"{section} = {classes[section]}(")
+        inside = section
+        text = json.dumps(value) if isinstance(value, str) else repr(value)
+        text = value if text.endswith('.Config()"') else text
+        line = f"    {key}={text}," if section else f"{name} = {text}"
+        lines.append(f"{line:48} # {page.comments[name]}")
+    return "\n".join([*lines, *([")"] if inside else [])])

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax, shorten, tables
 from mpkit.plan.kinds import parts_of, whole
 from mpkit.plan.rules import call_of
 
-LARGEST = 2**40
-"""The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
-RANKS = "ranks"
-"""Among the values of a file: the ranks that the caller of `Plan.read` says, since the file may not."""
-KNOWN: Mapping[str, Any] = {"__builtins__": {}, "max": max, "round": round}
-"""What the expressions of formats.toml can call."""
+if TYPE_CHECKING:
+    from mpkit.plan.formats.write import ExportRequest
+
+LARGEST = 2**40  # elements of a bucket or tokens of a batch: no number in a file is larger
+RANKS = "ranks"  # the key, among the values of a file, of the ranks that the caller of `Plan.read` gives
+KNOWN: Mapping[str, Any] = {"__builtins__": {}, "max": max, "round": round}  # for expressions of formats.toml
 TRUTHS = {True: ("true", "1", "yes", "on", "y", "t"), False: ("false", "0", "no", "off", "n", "f")}
 
 Values = dict[str, Any]
@@ -29,55 +29,39 @@ Fields = dict[str, Any]
 
 
 def number_of(value: Any) -> int:
-    """Return a whole number of 1 or more that is written as a number (5e8, too) or as text.
+    """Return a whole number of 1 or more that a file writes as a number (5e8, too) or as text.
 
-    Raises:
-        ValueError: it is none.
-
-    >>> number_of("8"), number_of(5e8)
-    (8, 500000000)
     >>> number_of("$TP")
     Traceback (most recent call last):
     ValueError: a whole number, 1 or more, such as 4; the text assigns it nowhere, several times, or in a branch
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    found = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else whole(value)
-    if found is None or not 1 <= found <= LARGEST:
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else whole(value)
+    if number is None or not 1 <= number <= LARGEST:
         raise ValueError(
             "a whole number, 1 or more, such as 4"
-            + " (up to 2**40)" * bool(found and found > 1)
+            + " (up to 2**40)" * bool(number and number > 1)
             + "; the text assigns it nowhere, several times, or in a branch" * ("$" in str(value)[:80])
         )
-    return found
+    return number
 
 
 def bool_of(value: Any) -> bool:
-    """Return a truth value that is written as such or as text.
-
-    Raises:
-        ValueError: it is none.
-    """
-    found = next((truth for truth, said in TRUTHS.items() if str(value).lower() in said), None)
-    if found is None:
-        raise ValueError("true or false")
-    return found
+    """Return the truth value that a file writes as such or as text."""
+    for truth, words in TRUTHS.items():
+        if str(value).lower() in words:
+            return truth
+    raise ValueError("true or false")
 
 
 @dataclass(frozen=True)
 class FormatKey:
-    """A key of a format; formats.toml says what its columns are.
+    """A key of a format: a row of formats.toml, which explains the columns."""
 
-    Attributes:
-        name: its name; a nested one is joined by dots.
-        written: an expression for the value that a plan has.
-        says: what a value says of a plan.
-        comment: what it means, in our words.
-    """
-
-    name: str
-    written: str
-    says: str
+    name: str  # a nested key is joined by dots
+    written: str  # an expression for the value that a plan has
+    says: str  # what a value says of a plan
     comment: str
 
     @cached_property
@@ -86,7 +70,10 @@ class FormatKey:
 
     @cached_property
     def words(self) -> Mapping[Any, Any]:
-        """By a word of theirs, the fields that it says, or why it is refused; "*": all others. None: it is a number."""
+        """The fields that each of the format's words says, or why mpkit rejects it; "*" is any other word.
+
+        It is empty for a key whose value is a number.
+        """
         kind, _, rest = self.says.partition(" ")
         ours, _, value = rest.partition("=")
         if kind == "!":
@@ -96,8 +83,7 @@ class FormatKey:
         if kind == "bool":
             return {said: {rest: said} if rest else {} for said in (True, False)}
         if kind.startswith("#"):
-            found: Mapping[Any, Any] = tables()["words"][kind[1:]]
-            return found
+            return dict(tables()["words"][kind[1:]])
         pairs = (word.partition("=") for word in rest.split() if kind.endswith(":"))
         return {
             _plain(theirs or ours): {kind[:-1]: _plain(ours)} if ours else {} for ours, _, theirs in pairs
@@ -105,7 +91,7 @@ class FormatKey:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The fields of a Plan that it is about."""
+        """The fields of a Plan that its values say."""
         if self.words:
             said = [one for one in self.words.values() if isinstance(one, Mapping)]
             return tuple(dict.fromkeys(field for one in said for field in one))
@@ -113,7 +99,7 @@ class FormatKey:
         return () if first == "int" else (first, *(word.partition("=")[0] for word in rest if "=" in word))
 
     def write(self, names: Mapping[str, Any]) -> Any:
-        """Return the value for a plan of which these names are known; None leaves the key out."""
+        """Return the value for a plan, given what the expression may name; None leaves the key out."""
         if not self.written:
             return None
         said = names.get(self.fields[0]) if self.fields else None
@@ -122,11 +108,7 @@ class FormatKey:
         return said if self.written == "*" else eval(self._code, {**KNOWN}, {**names, "it": said})
 
     def read(self, value: Any) -> Fields:
-        """Return the fields of a Plan that a value says.
-
-        Raises:
-            ValueError: the key cannot have it.
-        """
+        """Return the fields of a Plan that a value says, or raise a ValueError that says which values the key takes."""
         kind, *extra = self.says.split() or [""]
         if kind in ("if", "bool"):
             return {**self.words[bool_of(value)]}
@@ -153,75 +135,56 @@ def _plain(word: str) -> Any:
 
 @dataclass(frozen=True)
 class Format:
-    """A framework's configuration: its table in formats.toml, and what the framework needs beside its rows.
+    """A framework's configuration: its table in formats.toml, and the code that it needs beside its rows.
 
-    Attributes:
-        name: what `Plan.to` calls it.
-        syntax: how its values are written.
-        finish: completes the fields that keys said alone by what several keys say together; it may add notes.
-        names: what expressions of its rows know of the plan, beside its fields.
+    `finish` completes the fields that single keys say with what several keys say together, and may add notes.
     """
 
-    name: str
+    name: str  # as `Plan.to` takes it
     syntax: Syntax
     finish: Callable[[Values, Fields, list[str]], Fields]
+    # More names for the rows' expressions.
     names: Callable[[ExportRequest], Mapping[str, Any]] = lambda asked: {}
 
     @property
     def title(self) -> str:
-        """What its users call it, and which file it is."""
+        """What users of the framework call this file."""
         return str(tables()[self.name]["title"])
 
     @cached_property
     def keys(self) -> Mapping[str, FormatKey]:
-        """The keys that carry a plan, by name, in the order of the file."""
+        """The keys that carry a plan, by name, in the file's order."""
         return {row[0]: FormatKey(*row) for row in rows_of(self.name)}
 
     @cached_property
     def common(self) -> frozenset[str]:
-        """Keys that other programs have too: by them alone no file is recognized."""
-        found: set[str] = set()
-        for word in tables()[self.name].get("common", []):
-            found |= {row[0] for row in rows_of(word)} if word in tables() else {word}
-        return frozenset(found)
+        """The keys that other programs have too, so that they do not identify this format."""
+        words = tables()[self.name].get("common", [])
+        rows = ([row[0] for row in rows_of(word)] if word in tables() else [word] for word in words)
+        return frozenset(chain.from_iterable(rows))
 
     def check(self, asked: ExportRequest) -> None:
-        """Check that the framework would not refuse the plan.
-
-        Raises:
-            ValueError: it would; the message shows a plan that it would not.
-        """
-        plan = asked.plan
-        known = {"p": plan, "asked": asked, "call": call_of(plan)}
+        """Raise a ValueError if the framework would reject the plan; it shows a plan that the framework takes."""
+        known = {"p": asked.plan, "asked": asked, "call": call_of(asked.plan)}
         for when, says in tables()[self.name].get("refused", ()):
             if eval(when, {**known}):
                 parts = parts_of(says, known)
-                raise ValueError(
-                    "".join(one if isinstance(one, str) else call_of(plan, one) for one in parts)
-                )
+                shown = (one if isinstance(one, str) else call_of(asked.plan, one) for one in parts)
+                raise ValueError("".join(shown))
 
     def values_of(self, asked: ExportRequest) -> Values:
-        """Return what is written, by key."""
+        """Return the values to write, by key."""
         plan = asked.plan
-        known = {
-            **vars(plan),
-            **vars(asked),
-            "mesh": plan.mesh,
-            "ranks": plan.ranks,
-            **self.names(asked),
-        }
+        known = {**vars(plan), **vars(asked), "mesh": plan.mesh, "ranks": plan.ranks, **self.names(asked)}
         for name, expression in tables()[self.name].get("names", {}).items():
             known[name] = eval(expression, {**KNOWN}, known)
-        found = ((name, key.write(known)) for name, key in self.keys.items())
-        return {name: value for name, value in found if value is not None}
+        values = ((name, key.write(known)) for name, key in self.keys.items())
+        return {name: value for name, value in values if value is not None}
 
     def fields_of(self, values: Mapping[str, Any], notes: list[str], ranks: int | None = None) -> Fields:
         """Return the fields of a Plan that values say, and add notes about what a Plan says differently.
 
-        `ranks`: how many there are, if the caller says so.
-
-        Raises:
-            ValueError: a value is none that the key can have.
+        `ranks` is their number if the caller of `Plan.read` gives it.
         """
         order = {name: at for at, name in enumerate(self.keys)}  # of two keys of a field the later one counts
         fields: Fields = {}
@@ -251,22 +214,19 @@ class Format:
         return fields
 
     def why_not(self, field: str) -> str:
-        """Say why a field's value cannot be said."""
+        """Return why the format cannot say a field's value."""
         table = tables()[self.name]
         if field in table.get("cannot", {}) or "otherwise" in table:
             return str(table.get("cannot", {}).get(field) or table["otherwise"])
         key = next((key for key in self.keys.values() if field in key.fields), None)
         if key is None:
             return f"{self.name} has no key for it"
-        return (
-            f"{key.name} is one of {', '.join(map(str, key.words))}"
-            if key.words
-            else f"{key.name} does not go with this plan"
-        )
+        words = ", ".join(map(str, key.words))
+        return f"{key.name} is one of {words}" if words else f"{key.name} does not go with this plan"
 
 
 def rows_of(name: str) -> Iterator[list[str]]:
-    """Yield a table's rows, and in place of another table's name its rows, which "-unwritten" reads only."""
+    """Yield a table's rows; another table's name stands for its rows, which mpkit only reads after "-unwritten"."""
     table, _, unwritten = name.partition("-")
     for row in tables()[table]["rows"]:
         for key, written, says, comment in [row] if isinstance(row, list) else rows_of(row):

@@ -1,15 +1,13 @@
 """Pipeline schedules as data.
 
-A schedule says, for each rank, which actions it does in which order; when they happen follows from what each needs.
-Authors write compute only. `validate` says why a schedule cannot run, `lower` adds the sends and receives,
-`draw` shows it, and one runtime (`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
+A schedule lists each rank's actions in order; when they happen follows from what each needs. Authors write compute
+only. `validate` says why a schedule cannot run, `lower` adds the sends and receives, `draw` shows it, and one runtime
+(`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
 
-    play         one action of one rank, `2F0`: stage 2's forward of micro-batch 0; what it needs, and when it can run,
-                 on paper; draws a schedule in text
+    play         an action, such as `2F0`, stage 2's forward of micro-batch 0; what it needs, when it can run; drawings
     core         Schedule: a row of actions for each rank, made of text, lists or a function; `lower` adds its messages
     schedules    those of the literature, pure functions of (p, m) or (p, m, v), and which rank holds which stage
-    catalogue    the schedules by name; bubble, also according to the papers, what is held at most, and where the loss
-                 is, for a cost model
+    catalogue    the schedules by name; for a cost model, their bubbles, times, activations and where stages are
     validate     whether a schedule finishes, is complete and fits into memory
     greedy       orders found by a search (`mpkit.prediction.schedule_search`)
 """
@@ -19,13 +17,4 @@ from mpkit.plan.schedule.core import Schedule, lower
 from mpkit.plan.schedule.play import Action, draw, play
 from mpkit.plan.schedule.validate import validate
 
-__all__ = [
-    "NAMES",
-    "Action",
-    "Schedule",
-    "build_schedule",
-    "draw",
-    "lower",
-    "play",
-    "validate",
-]
+__all__ = ["NAMES", "Action", "Schedule", "build_schedule", "draw", "lower", "play", "validate"]

@@ -1,17 +1,12 @@
 """The schedules by name: how each is built, and all that is known of it. No other module spells their names.
 
-A function in `schedules` and a row of schedules.toml are all that a new schedule needs: it runs, and is drawn,
+A function in `schedules` and a row of schedules.toml are all that a new schedule needs to run, and to be drawn,
 predicted, exported and advised.
 
->>> SCHEDULES["zbv"].title, SCHEDULES["zbv"].torchs
-('ZB-V', 'ZBVZeroBubble')
-
-And each in a few answers, for plans by the thousand: its bubble, its time, what its ranks hold, where stages are. Once
-a pipeline is full its ranks repeat themselves every p micro-batches. So a schedule of many micro-batches holds as much
-as one of few, and need not be built.
+The functions below answer for plans by the thousand: a schedule's bubble, its time, what its ranks hold, where its
+stages are. Once a pipeline is full, its ranks repeat themselves every p micro-batches. So a schedule of many
+micro-batches holds as much as one of few, and need not be built.
 """
-
-from __future__ import annotations
 
 import tomllib
 from collections import Counter
@@ -27,20 +22,14 @@ from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
 
 NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1 = "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"
-"""The names of schedules that others are compared with or that Plans have by default."""
-OVERLAPPED_1F1B = "overlapped_1f1b"
-"""The name of the schedule of pairs that a model in one stage has too."""
+OVERLAPPED_1F1B = "overlapped_1f1b"  # the schedule of pairs that a model in one stage has too
 
-ANY = 0
-"""In an entry: a rank can have any number of stages."""
+ANY = 0  # in an entry: a rank can have any number of stages
 
 
 @dataclass(frozen=True)
 class ScheduleEntry:
-    """A schedule of the catalogue: how it is built for p ranks, m micro-batches and v stages per rank, and its row.
-
-    schedules.toml says what the columns are.
-    """
+    """A row of schedules.toml, which explains the columns, and the function of (p, m, v) that builds the schedule."""
 
     build: Callable[[int, int, int], Schedule]
     title: str
@@ -55,11 +44,11 @@ class ScheduleEntry:
     torchs: str = ""
 
     def stages_per_rank(self, v: int) -> int:
-        """Return the stages per rank if v are asked for."""
+        """Return the stages per rank of a plan with v of them."""
         return self.per_rank or v
 
     def can_have(self, v: int) -> bool:
-        """Return whether a rank can have v stages; a schedule with any number is another one if they are 1."""
+        """Return whether a rank can have v stages; with one stage, a schedule for any number is another schedule."""
         return v > 1 if self.per_rank == ANY else v == self.per_rank
 
 
@@ -73,23 +62,18 @@ SCHEDULES: dict[str, ScheduleEntry] = {
     name: _entry(name, row)
     for name, row in tomllib.loads(Path(__file__).with_name("schedules.toml").read_text("utf-8")).items()
 }
-"""By the name for `Plan(schedule=...)`."""
+"""The schedules, by the name that `Plan(schedule=...)` takes."""
 
 NAMES = tuple(SCHEDULES)
-"""The names of the literature's schedules."""
 
 
 def names_in_torch() -> dict[str, str]:
-    """Return what torch and torchtitan call the schedules that they have, by their names here."""
+    """Return the names of schedules in torch and torchtitan, by their names here."""
     return {name: entry.torchs for name, entry in SCHEDULES.items() if entry.torchs}
 
 
 def has_pairs(schedule: str | Schedule) -> bool:
-    """Return whether a schedule has forwards that run as one with a backward.
-
-    >>> has_pairs("dualpipev"), has_pairs(Schedule(["F0&B1", "F0"])), has_pairs("1f1b")
-    (True, True, False)
-    """
+    """Return whether a schedule has forwards that run as one with a backward."""
     return bool(schedule.together) if isinstance(schedule, Schedule) else SCHEDULES[schedule].pairs
 
 
@@ -103,15 +87,11 @@ def build_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return SCHEDULES[name].build(p, m, v)
 
 
-# ---- a schedule in a few answers
+FULL = 4  # times p micro-batches, after which a pipeline mostly repeats itself
+LONG = 2**16  # actions of the longest schedule that is played to its end
 
 
-FULL = 4
-"""Times p micro-batches after which a pipeline mostly repeats itself."""
-LONG = 2**16
-"""Actions of the longest schedule that is played to its end."""
-
-
+@lru_cache(4096)
 def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
     """Return the idle fraction of a step with equal stages, F = I = W and no time for messages.
 
@@ -119,11 +99,8 @@ def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
     (0.2727272727272727, 0.5555555555555556)
     """
     theory = None if isinstance(schedule, Schedule) else bubble_in_theory(schedule, p, m, v)
-    return float(theory) if theory is not None else _played_bubble(schedule, p, m, v)
-
-
-@lru_cache(4096)
-def _played_bubble(schedule: str | Schedule, p: int, m: int, v: int) -> float:
+    if theory is not None:
+        return float(theory)
     built = build_schedule(schedule, p, m, v) if isinstance(schedule, str) else schedule
     placed = play(built)
     busy = sum(one.end - one.start for one in placed)
@@ -136,13 +113,8 @@ def makespan(
 ) -> float:  # fmt: skip
     """Return the seconds from the first action of a schedule to the end of the last.
 
-    Args:
-        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
-        p, m, v: ranks, micro-batches, stages per rank.
-        slots: seconds of an action, by kind (F, B, I, W, F&) and stage, as for `lengths_of`.
-        hop: seconds until a result has got to another rank.
-        longest: the actions that are played; a schedule with more goes on at the pace that it has by then. Where one
-            rank is but little slower than another, that may be 1 % too fast.
+    `slots` are as for `lengths_of`, and `hop` is the time of a message. A schedule of more actions than `longest` goes
+    on at the pace that it has by then, which may be 1 % too fast if one rank is only a little slower than another.
 
     >>> makespan("gpipe", 2, 3, 1, {"F": [1.0, 1.0], "B": [2.0, 2.0]}, hop=0.5)
     13.0
@@ -166,10 +138,8 @@ def _order(name: str, p: int, m: int, v: int) -> Order:
 
 
 class _Shape(NamedTuple):
-    """What a schedule's ranks hold at most, by rank, and the pairs and the rank of each stage."""
-
-    peak_live: tuple[float, ...]
-    pairs: tuple[int, ...]
+    peak_live: tuple[float, ...]  # by rank
+    pairs: tuple[int, ...]  # by stage
     stage_to_rank: tuple[int, ...]
 
 
@@ -177,18 +147,17 @@ class _Shape(NamedTuple):
 def _shape_of(schedule: str | Schedule, p: int, m: int, v: int) -> _Shape:
     if isinstance(schedule, str):
         schedule = build_schedule(schedule, p, m, SCHEDULES[schedule].stages_per_rank(v))
-    pairs = Counter(action.stage for action in schedule.together)
+    count = Counter(action.stage for action in schedule.together)
     held = (live / max(1, len(schedule.stages_of(rank))) for rank, live in enumerate(schedule.peak_live))
-    return _Shape(
-        tuple(held), tuple(pairs[stage] for stage in range(schedule.stages)), schedule.stage_to_rank
-    )
+    pairs = (count[stage] for stage in range(schedule.stages))
+    return _Shape(tuple(held), tuple(pairs), schedule.stage_to_rank)
 
 
 def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[int, ...]:
     """Return, by stage, how many of its forwards run as one with a backward.
 
-    >>> pairs_by_stage("dualpipev", 2, 4, 2), pairs_by_stage("dualpipev", 2, 64, 2), pairs_by_stage("1f1b", 2, 4)
-    ((1, 1, 2, 2), (61, 61, 62, 62), (0, 0))
+    >>> pairs_by_stage("dualpipev", 2, 4, 2), pairs_by_stage("dualpipev", 2, 64, 2)
+    ((1, 1, 2, 2), (61, 61, 62, 62))
     """
     if isinstance(schedule, Schedule):
         return _shape_of(schedule, p, m, v).pairs
@@ -199,11 +168,7 @@ def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tupl
 
 
 def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
-    """Return, by rank, the most micro-batches whose activations are held at once; of v stages each counts as 1 / v.
-
-    Args:
-        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
-        p, m, v: ranks, micro-batches, stages per rank.
+    """Return, by rank, the most micro-batches whose activations it holds at once; each of v stages counts as 1 / v.
 
     >>> peak_live("1f1b", 4, 8), peak_live("zb_h1", 4, 8), peak_live("zbv", 2, 8, 2)
     ((4.0, 3.0, 2.0, 1.0), (4.0, 4.0, 4.0, 4.0), (2.0, 2.0))
@@ -212,7 +177,7 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
         return _shape_of(schedule, p, m, v).peak_live
     entry = SCHEDULES[schedule]
     if p * entry.stages_per_rank(v) == 1 and not entry.pairs:
-        return (1.0,)  # gradients are accumulated: one micro-batch after the other
+        return (1.0,)  # gradients accumulate: one micro-batch after the other
     if entry.holds_all:
         return (float(m),) * p
     if m > 3 * p and (m % p == 0 or entry.per_rank != ANY):
@@ -221,40 +186,28 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
 
 
 def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
-    """Return the rank of each stage; the last one has the head and the loss.
-
-    >>> stage_ranks("1f1b", 4), stage_ranks("zbv", 2, 2)
-    ((0, 1, 2, 3), (0, 1, 1, 0))
-    """
+    """Return the rank of each stage; the last one has the head and the loss."""
     return _shape_of(schedule, p, 1, v).stage_to_rank
 
 
 def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:
     """Return the idle fraction of a step's span, averaged over ranks, in theory.
 
-    Stages are equal, F = I = W, and messages take no time.
+    Stages are equal, F = I = W, and messages take no time. The result is None if the papers give no formula, or if
+    there are too few micro-batches to fill the pipeline.
 
     The span is from the first action of any rank to the last action of any rank (GPipe's bubble; Megatron divides by
     the ideal time instead). So a rank that begins later in ZB-H2 counts as idle until then.
 
-    Args:
-        name: the name of a schedule in the catalogue.
-        p, m, v: ranks, micro-batches, stages per rank.
-        recompute: whether a backward recomputes its forward: then a micro-batch takes 4 instead of 3, and ranks are
-            idle for as long as before, since they recompute while they wait for the gradient.
-
-    Returns:
-        the fraction; None where the papers give none, with too few micro-batches to fill the pipeline.
+    With `recompute` a micro-batch takes 4 forwards' time instead of 3, and ranks are idle for as long as before, since
+    they recompute while they wait for the gradient.
 
     >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
     (Fraction(3, 11), Fraction(3, 19))
-    >>> bubble_in_theory("zbv", 4, 8)  # has two stages per rank, whatever is asked for
-    Fraction(1, 17)
     """
     entry = SCHEDULES[name]
     if entry.idle is None or (m < entry.filled * p and p > 1):
         return None
     idle = entry.idle * (p - 1) * (m if entry.drains else 1)
-    # A rank's work, in forwards of a stage.
-    busy = (4 if recompute else 3) * m * entry.stages_per_rank(v)
+    busy = (4 if recompute else 3) * m * entry.stages_per_rank(v)  # a rank's work, in forwards of a stage
     return Fraction(idle, idle + busy)

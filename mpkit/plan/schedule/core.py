@@ -14,17 +14,7 @@ from typing import Any, TypeAlias, Union
 
 from mpkit.common.disk import write_whole
 from mpkit.common.tracebacks import public
-from mpkit.plan.schedule.play import (
-    COMMUNICATION,
-    COMPUTE,
-    Action,
-    Order,
-    draw,
-    live,
-    needs_of,
-    order_of,
-    play,
-)
+from mpkit.plan.schedule.play import COMPUTE, KINDS, Action, Order, draw, live, needs_of, order_of, play
 from mpkit.plan.schedule.validate import validate
 
 Row = tuple[Action, ...]
@@ -42,9 +32,9 @@ class Schedule:
         rows: one row of actions per rank.
         name: the name of the schedule.
         stage_to_rank: the rank that holds each stage; if left out, the rank whose row names the stage.
-        together: forwards that run as one with the backward that follows them in their row (DualPipe's F & B):
-            the results of both are sent when both are done. Ranks of mpkit run them one after the other; elsewhere
-            each computes while the other's tokens travel.
+        together: forwards that run as one with the backward that follows them in their row (DualPipe's F & B). A rank
+            sends the results of both when both are done. mpkit runs them one after the other; elsewhere each
+            computes while the other's tokens travel.
 
     A Schedule is made from one of these:
 
@@ -71,32 +61,24 @@ class Schedule:
     together: frozenset[Action] = field(default=frozenset())
 
     def __init__(
-        self,
-        rows: Source,
-        name: str = "",
-        stage_to_rank: Sequence[int] = (),
-        together: Iterable[Action] = (),
-        *,
-        p: int | None = None,
-        m: int | None = None,
-    ) -> None:
+        self, rows: Source, name: str = "", stage_to_rank: Sequence[int] = (), together: Iterable[Action] = (), *,
+        p: int | None = None, m: int | None = None,
+    ) -> None:  # fmt: skip
         given, called_as = _call_source(rows, p, m)
         if isinstance(given, Schedule):
             parsed, pairs, called_as = given.rows, {*given.together}, given.name
             stage_to_rank = stage_to_rank or given.stage_to_rank
         else:
             parsed, pairs = _read_rows(given, as_list(stage_to_rank) or [])
-        found = _holders(parsed)
-        held = as_list(stage_to_rank or found)
-        if held is None or len(held) < len(found) or not all(rank in range(len(parsed)) for rank in held):
+        named = _holders(parsed)
+        held = as_list(stage_to_rank or named)
+        if held is None or len(held) < len(named) or not all(rank in range(len(parsed)) for rank in held):
             raise ValueError(
-                f"stage_to_rank={stage_to_rank}: a rank for each stage, and the rows have {len(found)} stages on "
-                f"{len(parsed)} ranks. Left out, it follows from the rows: {found}"
+                f"stage_to_rank={stage_to_rank}: a rank for each stage, and the rows have {len(named)} stages on "
+                f"{len(parsed)} ranks. Left out, it follows from the rows: {named}"
             )
-        object.__setattr__(self, "rows", parsed)
-        object.__setattr__(self, "name", name or called_as)
-        object.__setattr__(self, "stage_to_rank", tuple(held))
-        object.__setattr__(self, "together", frozenset({*pairs, *together}))
+        vars(self).update(rows=parsed, name=name or called_as, stage_to_rank=tuple(held))
+        vars(self).update(together=frozenset({*pairs, *together}))
 
     @property
     def ranks(self) -> int:
@@ -150,24 +132,22 @@ class Schedule:
         return [max(live(row), default=0) for row in self.rows]
 
     def validate(self, *, max_live: float | Sequence[float] | None = None) -> Schedule:
-        """Return the schedule itself, if it can run, and within a cap on memory; see `mpkit.plan.schedule.validate`.
+        """Return the schedule itself if it can run, and within a cap on memory; see `mpkit.plan.schedule.validate`.
 
         Raises:
-            ValueError: it cannot run; the message says why and draws the schedule, with an arrow at the action.
+            ValueError: it cannot run; the message says why, and draws the schedule with an arrow at the action.
         """
         validate(self, max_live=max_live)
         return self
 
     def spelled(self) -> list[str]:
-        """Return the rows as text, from which the same schedule can be made again.
+        """Return the rows as text, from which `Schedule` makes the same schedule again.
 
         >>> Schedule(["F0&B1", "F0"]).spelled()
         ['0F0&0B1', '1F0']
         """
-        return [
-            "".join(f"{action}{'&' if action in self.together else ' '}" for action in row).rstrip()
-            for row in self.rows
-        ]
+        end = {True: "&", False: " "}
+        return ["".join(f"{each}{end[each in self.together]}" for each in row).rstrip() for row in self.rows]
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return the schedule as torch's CSV of computation alone; write it to `path` as well if that is given.
@@ -177,10 +157,8 @@ class Schedule:
         >>> print(Schedule(["F0 F1&B0 B1"]).to_csv(), end="")
         0F0,(0F1;0B0)OVERLAP_F_B,0B1
         """
-        rows = [
-            re.sub(r"(\w+)&(\w+)", r"(\1;\2)OVERLAP_F_B", row).replace(" ", ",") for row in self.spelled()
-        ]
-        text = "".join(f"{row}\n" for row in rows)
+        rows = "".join(f"{row}\n" for row in self.spelled())
+        text = re.sub(r"(\w+)&(\w+)", r"(\1;\2)OVERLAP_F_B", rows).replace(" ", ",")
         if path is not None:
             write_whole(Path(path), text.encode())
         return text
@@ -200,23 +178,13 @@ class Schedule:
         return Schedule, (self.rows, self.name, self.stage_to_rank, self.together)
 
 
-# ---- the forms in which a learner may write it
-
-KINDS = frozenset((*COMPUTE, *COMMUNICATION))
-
 _HEAD = re.compile(r"\s*rank\s*\d+\s*[|:]\s*")  # as in a drawing
 _IDLE = re.compile(r"[.-]+")
 _STAGE = re.compile(r"(\d{1,9})[A-Z]")
 
 
 def _call_source(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
-    """Return the rows that a function makes for p ranks and m micro-batches, and its name.
-
-    Anything that is not a function is returned as it is, with the name "own".
-
-    Raises:
-        ValueError: it is a function, and p or m is missing.
-    """
+    """Return the rows that a function makes for p ranks and m micro-batches, and its name; or any other source."""
     if not callable(source):
         return source, "own"
     name = getattr(source, "__name__", "own")
@@ -236,12 +204,9 @@ def _call_source(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
 
 
 def _read_rows(source: Any, stage_to_rank: Sequence[int]) -> tuple[tuple[Row, ...], set[Action]]:
-    """Return the rows of actions that are given as text or as lists, and the forwards that run with a backward.
+    """Return the rows of actions in a text or in lists, and the forwards that run with a backward.
 
-    A drawing can be read back: its heads, dots and dashes are ignored.
-
-    Raises:
-        ValueError: the source is neither.
+    A drawing is a text too: its heads, dots and dashes are ignored.
     """
     if isinstance(source, str):
         source = [line for line in source.splitlines() if line.strip()]
@@ -254,28 +219,27 @@ def _read_rows(source: Any, stage_to_rank: Sequence[int]) -> tuple[tuple[Row, ..
     together: set[Action] = set()
     rows = []
     for rank, row in enumerate(given):
-        actions = None if isinstance(row, str | Action) else as_list(row)
-        if actions is not None:
-            rows.append(tuple(_read_list(actions, rank)))
-        elif isinstance(row, str):
+        if isinstance(row, str):
             rows.append(tuple(_read_spelled(row, rank, stage_to_rank, together)))
-        else:
+            continue
+        actions = None if isinstance(row, Action) else as_list(row)
+        if actions is None:
             raise ValueError(
                 f"Rank {rank}'s row is {row!r}; it is text, such as 'F0 B0', or a list of Actions, such as "
                 f"[Action('F', {rank}, 0), Action('B', {rank}, 0)]"
             )
+        rows.append(tuple(_read_list(actions, rank)))
     return tuple(rows), together
 
 
 def _holders(rows: tuple[Row, ...]) -> tuple[int, ...]:
-    """Return, for each stage, the rank whose row names it most often: the first of several; 0 if there is none."""
+    """Return, for each stage, the rank whose row names it most often: the first of several, or 0 without one."""
     times: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
-        for stage, count in Counter([action.stage for action in row]).items():
-            times[stage][rank] = count
-    return tuple(
-        max(times[s], key=times[s].__getitem__, default=0) for s in range(max(times, default=-1) + 1)
-    )
+        for action in row:
+            times[action.stage][rank] += 1
+    stages = range(max(times, default=-1) + 1)
+    return tuple(max(times[stage], key=times[stage].__getitem__, default=0) for stage in stages)
 
 
 def as_list(given: Any) -> list[Any] | None:
@@ -289,10 +253,7 @@ def as_list(given: Any) -> list[Any] | None:
 def _read_spelled(
     row: str, rank: int, stage_to_rank: Sequence[int], together: set[Action]
 ) -> Iterator[Action]:
-    """Read a row of text. A stage that is not named is the only one that the rank holds, by default rank's number.
-
-    If the row names several stages, each action has to name its stage.
-    """
+    """Read a row of text. Actions name their stage, unless the rank holds only one: by default that of its number."""
     row = _HEAD.sub("", row)
     held = {stage for stage, holder in enumerate(stage_to_rank) if holder == rank}
     stages = held or {int(stage) for stage in _STAGE.findall(row)}
@@ -333,18 +294,18 @@ def _read_list(row: list[Any], rank: int) -> Iterator[Action]:
 # ---- lowered: with sends and receives
 
 
+# The time that a message takes on paper, so that a stage starts slightly after the previous one.
 HOP = 1 / 1024
-"""The time that a message takes on paper, so that a stage starts slightly after the previous one."""
 
 
 def lower(schedule: Schedule) -> Schedule:
     """Add the sends and receives that a valid schedule of compute needs; stages on the same rank need none.
 
     1. Play the schedule on paper. Each message belongs to the instant t at which its content is computed. Actions
-       that run together send together: then t is when both are done.
-    2. The SEND goes where its rank is at t: right after the action that made the message.
-    3. The RECV goes before the action that its rank runs at t. It is posted when the message is sent, so that the
-       message travels during that action, and not much earlier, since its buffer takes memory.
+       that run together send together, when both are done.
+    2. The SEND goes right after the action that made the message.
+    3. The RECV goes before the action that its rank runs at t, so that the message travels during that action; not
+       earlier, since its buffer takes memory.
 
     So the messages between two ranks, in both directions, are in the same order in both rows, that of t. That makes
     the result safe on NCCL, which matches messages by order and not by name; Gloo matches by name, in any order.
@@ -373,22 +334,15 @@ def lower(schedule: Schedule) -> Schedule:
 def _began_at(busy: list[tuple[float, float]], t: float) -> float:
     """Return when a rank began what it does at time t; t itself if it is idle or about to begin."""
     before = bisect_left(busy, (t, t)) - 1
-    if before < 0:
-        return t
-    start, end = busy[before]
+    start, end = busy[before] if before >= 0 else (t, t)
     return start if end > t else t
 
 
 def _message(schedule: Schedule, action: Action) -> tuple[Action, Action] | None:
     """Return the send and the receive that follow an action, or None if its result stays on its rank."""
-    if action.kind == "F":
-        way, to = "F", action.stage + 1
-    elif action.kind in ("B", "I"):
-        way, to = "B", action.stage - 1
-    else:
-        return None
+    kind, stage, m = action
+    way, to = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
     holders = schedule.stage_to_rank
-    if not 0 <= to < schedule.stages or holders[to] == holders[action.stage]:
+    if kind == "W" or not 0 <= to < schedule.stages or holders[to] == holders[stage]:
         return None
-    m = action.microbatch
-    return Action(f"SEND_{way}", action.stage, m), Action(f"RECV_{way}", to, m)
+    return Action(f"SEND_{way}", stage, m), Action(f"RECV_{way}", to, m)

@@ -26,14 +26,13 @@ COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 """What `lower` adds. `SEND_F` sends a stage's output, `RECV_F` receives the stage's input; `SEND_B` sends
 the gradient of the stage's input back, `RECV_B` receives the gradient of its output."""
 
-DIGITS = 5
-"""Digits of a number: a schedule has an action for each, in a drawing of as many columns."""
-
-_SPELLING = re.compile(rf"(\d*)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
+KINDS = (*COMPUTE, *COMMUNICATION)
+DIGITS = 5  # of a stage or micro-batch: a schedule has an action for each, and a drawing as many columns
+_SPELLING = re.compile(rf"(\d*)({'|'.join(KINDS)})(\d+)")
 
 
 class Action(NamedTuple):
-    """A kind, the stage that does it, and the micro-batch that it is done for, all counted from 0.
+    """A kind, a stage and a micro-batch; numbers count from 0.
 
     >>> Action("F", stage=2, microbatch=0)
     2F0
@@ -53,11 +52,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, stage: int | None = None) -> Action:
-        """Read what `str(action)` spells, or F0 of a `stage` that is known.
-
-        Raises:
-            ValueError: the text is not an action.
-        """
+        """Read what `str(action)` spells, or F0 if the caller knows the `stage`."""
         match = _SPELLING.fullmatch(text.strip())
         if match is None or (stage is None and not match[1]):
             raise ValueError(
@@ -75,7 +70,7 @@ class Action(NamedTuple):
 def live(row: Iterable[Action]) -> list[int]:
     """Return how many activations a rank holds while each action of its row runs: 1 per micro-batch and stage.
 
-    A stage holds a micro-batch's activations from its F to its B, inclusive, or to its W if the backward is split: I
+    A stage holds a micro-batch's activations from its F to the end of its B, or of its W if the backward is split: I
     frees nothing, since W needs what the forward kept.
 
     >>> live(map(Action.parse, "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()))
@@ -89,40 +84,30 @@ def live(row: Iterable[Action]) -> list[int]:
     return held
 
 
-SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""How long an action takes by default: a backward takes twice as long as a forward."""
+SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward takes twice as long as a forward
 BESIDE = "F&"
-"""The kind under which `lengths_of` has a forward that runs as one with a backward: how much it adds to that."""
+"""The kind in `lengths_of` of a forward that runs as one with a backward: the time that it adds to the backward's."""
 
 
 class PlacedAction(NamedTuple):
-    """An action with its times.
-
-    Attributes:
-        start, end: when everything that it needs was there, so that it began, and when it was done.
-        rank, action: the action, and the rank that runs it.
-        left: when its result left the rank: its end, or the end of the action that it runs together with.
-    """
+    """An action with its times."""
 
     start: float
     end: float
     rank: int
     action: Action
-    left: float
+    left: float  # when its result left the rank: its end, or the end of the action that it runs together with
 
 
 def play(
-    schedule: Schedule,
-    slots: Mapping[str, float | Sequence[float]] = SLOTS,
-    hop: float = 0,
+    schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOTS, hop: float = 0,
     again: Sequence[float] = (),
-) -> list[PlacedAction]:
-    """Run a schedule on paper: each rank runs its row in order, each action as soon as what it needs is there.
+) -> list[PlacedAction]:  # fmt: skip
+    """Run a schedule on paper, without its messages: each action runs as soon as what it needs is there.
 
-    Returns the actions that could run, by start; `schedule.order.stuck` has where ranks are stuck.
+    Returns the actions that could run, by start; `schedule.order.stuck` says where ranks are stuck.
 
     Args:
-        schedule: the schedule; messages in it are ignored.
         slots: how long an action takes, by kind: a number, or one per stage.
         hop: how long a result takes to get from one rank to another.
         again: by stage, how long recomputing its forward takes before a backward; it does not wait for the gradient.
@@ -132,9 +117,8 @@ def play(
     [(0, 1, 0, 0F0), (1, 2, 1, 1F0), (2, 4, 1, 1B0), (4, 6, 0, 0B0)]
     """
     order, stages = schedule.order, schedule.stages
-    lengths = lengths_of(slots, stages)
-    lead = lengths_of({"B": again, "I": again}, stages) if again else [0] * len(lengths)
-    ends = end_times(order, lengths, hop, lead)
+    lead = lengths_of({"B": again, "I": again} if again else {}, stages)
+    ends = end_times(order, lengths_of(slots, stages), hop, lead)
     placed = []
     columns = order.rank, order.action, order.slot, order.before, order.need
     for number, (rank, action, slot, before, need) in enumerate(zip(*columns, strict=True), FIRST):
@@ -148,24 +132,19 @@ def play(
 
 
 class Order(NamedTuple):
-    """The n actions of a schedule, each after all that it needs; they are numbered from FIRST.
+    """The n actions of a schedule, numbered from FIRST, each after all that it needs; lists have an entry for each.
 
-    Attributes:
-        rank, action: (n,) each action, and the rank that runs it.
-        slot: (n,) where in `lengths_of` its length is.
-        before: (n,) the number of the action before it in its row; START if there is none.
-        need: (n,) the number of the action of another rank at whose end what it needs leaves there; NEVER if there is
-            none. What it needs of its own rank comes before it in its row.
-        leaves: by the number of an action that runs together with the next in its row, the number of that one.
-        stuck: by rank that cannot go on, the action that it is at and the one that it waits for.
+    An action waits for its `need`, the action of another rank at whose end what it needs leaves there. What it needs of
+    its own rank comes before it in its row.
     """
 
     rank: list[int]
     action: list[Action]
-    slot: list[int]
-    before: list[int]
-    need: list[int]
-    leaves: dict[int, int]
+    slot: list[int]  # where in `lengths_of` its length is
+    before: list[int]  # the number of the action before it in its row; START if there is none
+    need: list[int]  # the number of the action that it waits for; NEVER if there is none
+    leaves: dict[int, int]  # from an action that runs together with the next in its row to that one
+    # By rank: the action that it is at, and the one that it waits for.
     stuck: dict[int, tuple[Action, Action]]
 
 
@@ -174,7 +153,7 @@ START, NEVER, FIRST = range(3)
 
 
 def needs_of(action: Action, stages: int, actions: Container[Action]) -> list[Action]:
-    """List which of a schedule's actions must be done before this computation, besides those earlier in its row."""
+    """List the actions of a schedule that must be done before this computation, besides those earlier in its row."""
     kind, s, m = action
     if kind == "F":
         return [Action("F", s - 1, m)] if s else []
@@ -238,7 +217,7 @@ def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
 def lengths_of(slots: Mapping[str, float | Sequence[float]], stages: int) -> list[float]:
     """Return the length of an action, by kind (F, B, I, W, F&) and then by stage.
 
-    `slots` has a number by kind, or one per stage; 0 where it is left out. F& is F where it is left out.
+    `slots` has a number by kind, or one per stage. A kind that is left out has 0, and F& has F's.
     """
     each = (*(slots.get(kind, 0) for kind in COMPUTE), slots.get(BESIDE, slots.get("F", 0)))
     return [time for slot in each for time in ([slot] * stages if isinstance(slot, int | float) else slot)]
@@ -247,8 +226,8 @@ def lengths_of(slots: Mapping[str, float | Sequence[float]], stages: int) -> lis
 def end_times(order: Order, lengths: Sequence[float], hop: float, lead: Sequence[float]) -> list[float]:
     """Return when each action ends, by its number, after START and NEVER.
 
-    `hop` is how long a result takes to get to another rank, and `lead` how long an action takes before it waits for
-    another rank, like `lengths`, which are those of `lengths_of`.
+    `hop` is how long a result takes to get to another rank. `lead` is how long an action takes before it waits for
+    another rank; it is a list like `lengths`, as `lengths_of` returns it.
     """
     ends = [0, -inf]
     for slot, before, need in zip(order.slot, order.before, order.need, strict=True):
@@ -261,33 +240,25 @@ def end_times(order: Order, lengths: Sequence[float], hop: float, lead: Sequence
 
 
 def draw(schedule: Schedule, slots: Mapping[str, float] = SLOTS) -> str:
-    """Draw the schedule over time: `slots` columns for an action of each kind, a whole number.
+    """Draw the schedule over time, each action as wide as `slots` says for its kind, in whole columns.
 
-    Dots are idle slots; dashes continue the action before them. Where a rank holds several stages, the stage is named
+    Dots are idle slots; dashes continue the action before them. If ranks hold several stages, actions have their stage
     too: `2F0`. A schedule that cannot finish is drawn up to the point where it is stuck.
     """
-    placed = play(schedule, slots)
+    placed = [each for each in play(schedule, slots) if each.end > each.start]
     plain = schedule.stage_to_rank == tuple(range(schedule.ranks))
-    width = max((len(_label(each.action, plain)) for each in placed if each.end > each.start), default=1)
+    labels = [f"{a.kind}{a.microbatch}" if plain else str(a) for _, _, _, a, _ in placed]
+    width = max(map(len, labels), default=1)
     columns = round(max((each.end for each in placed), default=0))
     cells = [[".".rjust(width)] * columns for _ in range(schedule.ranks)]
-    for start, end, rank, action, _ in placed:
-        for column in range(round(start), round(end)):
-            cells[rank][column] = "-" * width
-        if end > start:
-            cells[rank][round(start)] = _label(action, plain).rjust(width)
+    for (start, end, rank, _, _), label in zip(placed, labels, strict=True):
+        first, last = round(start), round(end)
+        cells[rank][first:last] = [label.rjust(width), *["-" * width] * (last - first - 1)]
     return "\n".join(f"{_rank(schedule, rank)} | {' '.join(row)}" for rank, row in enumerate(cells))
 
 
 def draw_rows(schedule: Schedule, *arrows: tuple[int, int]) -> str:
-    """Draw the rows as they are written, one column per position, with an arrow under each given (rank, position).
-
-    >>> from mpkit.plan.schedule import Schedule
-    >>> print(draw_rows(Schedule(["0F0 0B0", "1F0 1B0"]), (1, 1)))
-    rank 0 | 0F0 0B0
-    rank 1 | 1F0 1B0
-                 ^^^
-    """
+    """Draw the rows as they are written, one column per position, with an arrow under each given (rank, position)."""
     width = max((len(str(action)) for row in schedule.rows for action in row), default=1)
     first, last = _window(max(map(len, schedule.rows), default=0), [position for _, position in arrows])
     lines = []
@@ -295,28 +266,21 @@ def draw_rows(schedule: Schedule, *arrows: tuple[int, int]) -> str:
         head = f"{_rank(schedule, rank)} | {'... ' if first else ''}"
         more = " ..." if len(row) > last else ""
         lines.append(
-            (head + " ".join(str(action).rjust(width) for action in row[first:last])).rstrip() + more
+            f"{head}{' '.join(str(action).rjust(width) for action in row[first:last])}".rstrip() + more
         )
-        under = [" " * width] * len(row)
-        for at in (position for where, position in arrows if where == rank):
-            under[at] = "^" * width
+        under = [("^" if (rank, at) in arrows else " ") * width for at in range(len(row))]
         if "^" in "".join(under):
             lines.append((" " * len(head) + " ".join(under[first:last])).rstrip())
     return "\n".join(lines)
 
 
-WIDE = 40
-"""The longest rows to show whole; longer ones are shown around the arrows."""
+WIDE = 40  # columns of the longest rows that are shown whole; longer ones are shown around the arrows
 
 
 def _window(columns: int, positions: list[int]) -> tuple[int, int]:
     if columns <= WIDE or not positions:
         return 0, columns
     return max(0, min(positions) - WIDE // 4), min(columns, max(positions) + WIDE // 4)
-
-
-def _label(action: Action, plain: bool) -> str:
-    return f"{action.kind}{action.microbatch}" if plain else str(action)
 
 
 def _rank(schedule: Schedule, rank: int) -> str:

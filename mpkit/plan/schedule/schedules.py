@@ -1,38 +1,28 @@
-"""The schedules of the literature: pure functions of (p, m) or (p, m, v).
-
-Placement: which rank holds which stage.
-
-All forwards first, then all backwards: GPipe, its special case of one micro-batch at a time, and looped GPipe.
+"""The schedules of the literature: pure functions of (p, m) or (p, m, v), after the two ways to place stages on ranks.
 
 In the drawings time runs to the right, each row is a rank, `F2` is the forward of micro-batch 2, and a backward `B2`
-takes twice as long as a forward, as the dashes show. Dots are the bubble. Where a rank holds several stages, the
-stage is named too: `3F2`.
+takes twice as long as a forward, as the dashes show. Dots are the bubble. If a rank holds several stages, the drawing
+names the stage too: `3F2`.
 
-One forward, one backward: 1F1B, interleaved 1F1B with several stages per rank, and that of pairs that run as one.
+All forwards first, then all backwards: naive (one micro-batch at a time), GPipe, and looped BFS.
 
-Every rank goes through these phases:
+One forward, one backward: 1F1B, interleaved 1F1B, and overlapped 1F1B of pairs that run as one. The phases of a rank:
 
     warm-up      forwards only, until the first gradient can have arrived
     steady       forwards and backwards in turn: as many activations are freed as are made
     cool-down    the remaining backwards
 
-Zero bubble: the backward is split, and the half that no stage waits for fills what would be bubble.
-
-`I`, the gradient of a stage's input, is sent to the previous stage immediately. `W`, the gradient of its weights, can
-wait; until then the micro-batch's activations are kept. Every rank goes through these phases:
+Zero bubble: `I`, the gradient of a stage's input, goes to the previous stage immediately. `W`, the gradient of its
+weights, can wait, and fills what would be bubble; until then the micro-batch's activations are kept. The phases:
 
     warm-up      forwards only
     steady       a forward and an I in turn, and a W once the I's are ahead of the W's by more than a certain lead
     cool-down    the remaining I's, with W's between them
     rest         the remaining W's
 
-V-shaped: two stages per rank, r on the way down and 2p-1-r on the way up, so that all ranks hold about as much.
-
-Micro-batches on the way down turn on the last rank without a message, and rank 0 computes the loss. Both schedules
-split some or all backwards into I and W. `down` and `up` are a rank's two stages.
+V-shaped: two stages per rank, `down` (r) and `up` (2p-1-r), so that all ranks hold about as much. Micro-batches turn on
+the last rank without a message, and rank 0 computes the loss. Both schedules split some or all backwards into I and W.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
@@ -43,10 +33,7 @@ from mpkit.plan.schedule.play import Action
 
 
 def loops(p: int, v: int = 1) -> tuple[int, ...]:
-    """Place stage s on rank s mod p: the model goes round all p ranks v times, or once with v = 1.
-
-    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-    SC 2021, section 2.2.
+    """Place stage s on rank s mod p: the model goes round all p ranks v times (Narayanan et al. 2021, section 2.2).
 
     >>> loops(3, 2)
     (0, 1, 2, 0, 1, 2)
@@ -57,10 +44,8 @@ def loops(p: int, v: int = 1) -> tuple[int, ...]:
 def vee(p: int) -> tuple[int, ...]:
     """Place stages r and 2p-1-r on rank r: the model goes down the ranks and comes back up.
 
-    Rank 0 has the first and the last stage, so the activations that are kept longest and shortest are on one rank, and
-    all ranks hold about as much. The two stages in the middle are on one rank and need no message between them.
-
-    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
+    Rank 0 keeps the activations of the first stage longest and those of the last stage shortest: all ranks hold about
+    as much. Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
 
     >>> vee(3)
     (0, 1, 2, 2, 1, 0)
@@ -79,8 +64,7 @@ def naive(p: int, m: int = 1) -> Schedule:
     rank 1 |  . F0  .  .  . B0 --  .  .
     rank 2 |  .  . F0 B0 --  .  .  .  .
     """
-    row = [(kind, microbatch) for microbatch in range(m) for kind in "FB"]
-    return Schedule([[Action(k, stage, i) for k, i in row] for stage in range(p)], name="naive")
+    return Schedule([[Action(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)], name="naive")
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -97,11 +81,8 @@ def gpipe(p: int, m: int) -> Schedule:
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
     2019, section 2.3 and figure 2c.
     """
-    forwards = [("F", microbatch) for microbatch in range(m)]
-    backwards = [("B", microbatch) for microbatch in reversed(range(m))]
-    return Schedule(
-        [[Action(k, stage, i) for k, i in forwards + backwards] for stage in range(p)], name="gpipe"
-    )
+    row = [*(("F", i) for i in range(m)), *(("B", i) for i in reversed(range(m)))]
+    return Schedule([[Action(kind, stage, i) for kind, i in row] for stage in range(p)], name="gpipe")
 
 
 def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
@@ -177,13 +158,10 @@ def overlapped_1f1b(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, list[Action], list[Action]]:
-    """Order a rank's forwards and backwards: a turn of micro-batches runs through one of its stages before the next.
+    """Return the length of a rank's first turn, and the orders of its forwards and backwards.
 
-    A turn is p micro-batches. If p does not divide m, there are floor(m / p) turns, as even as possible, with the
-    longer ones first: a turn shorter than p would leave ranks waiting.
-
-    Returns:
-        the length of the first turn, and the two orders.
+    A turn of p micro-batches runs through one of the rank's stages before the next. If p does not divide m, there are
+    floor(m / p) turns, as even as possible, the longer ones first: a turn shorter than p would leave ranks waiting.
 
     >>> in_turns(0, 2, 5, 2, "B")[:2]
     (3, [0F0, 0F1, 0F2, 2F0, 2F1, 2F2, 0F3, 0F4, 2F3, 2F4])
@@ -203,11 +181,11 @@ def _in_phases(
     """Build a schedule in which each rank runs a warm-up of forwards, a steady phase in turns and a cool-down.
 
     Args:
-        name: the schedule's.
+        name: the schedule's name.
         p, m, v: ranks, micro-batches, stages per rank.
-        warm_up: of a rank and the length of its first turn: the forwards before its first backward.
-        lead: of a rank, where backwards are split: a W runs once the I's are ahead by more than this in the steady
-            phase, and in the cool-down; None: backwards are whole.
+        warm_up: returns a rank's forwards before its first backward; it takes the rank and its first turn's length.
+        lead: returns by how much a rank's I's are ahead before a W runs, in the steady phase and in the cool-down.
+            None: backwards are whole.
         in_pairs: whether a forward of the steady phase runs as one with its backward.
     """
     rows, together = [], list[Action]()
@@ -250,10 +228,9 @@ def zb_h2(p: int, m: int) -> Schedule:
     rank 1 |  . F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5  .
     rank 2 |  .  . F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
-    A rank is idle for (p-1)(F+I-2W), counted from its own first action to its own last: rank r begins r forwards
-    later than rank 0 and ends as much later. Over a step that begins and ends at the same time on all ranks, that takes
-    as long as ZB-H1; it pays off if the next step begins without waiting for all ranks. A rank holds the activations of
-    2p-1 micro-batches.
+    A rank is idle for (p-1)(F+I-2W), counted from its own first action to its own last: rank r begins r forwards later
+    than rank 0 and ends as much later. ZB-H2 pays off if the next step begins without waiting for all ranks; otherwise
+    a step takes as long as with ZB-H1. A rank holds the activations of 2p-1 micro-batches.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, sections 2.2 and 4 and figure 3, bottom.
     """
@@ -294,8 +271,7 @@ def zbv(p: int, m: int) -> Schedule:
         drain       I down, I up, r times; then I down, W down, p-r times
         rest        the remaining W's
 
-    A rank needs 2p-1 micro-batches to be filled. With fewer the phases stay the same: the order is that of 2p-1
-    micro-batches without those that do not exist.
+    Filling a rank takes 2p-1 micro-batches. The order of fewer is that of 2p-1 without those that do not exist.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (arXiv 2401.10241), section 6, and "Pipeline
     Parallelism with Controllable Memory", NeurIPS 2024, which places it among others.
@@ -338,11 +314,11 @@ def dualpipev(p: int, m: int) -> Schedule:
         7  W, I down, p-1-r times
         8  W, r+1 times
 
-    Each W belongs to the oldest I without one. With more than 2p micro-batches phase 4 lasts longer; with fewer, the
-    order is that of 2p micro-batches without those that do not exist. A rank is idle for (p-1)(F&B + B - 3W), where
-    F&B = F + B unless a device runs both at the same time, and holds the activations of 2p+1 micro-batches. The results
-    of F and B are sent when both are done, which costs nothing: their messages are hidden behind the next F & B. The
-    all-to-alls of divided experts are hidden within it on devices that run both at once.
+    Each W belongs to the oldest I without one. The order of fewer than 2p micro-batches is that of 2p without those
+    that do not exist. A rank is idle for (p-1)(F&B + B - 3W), where F&B = F + B unless a device runs both at the same
+    time, and holds the activations of 2p+1 micro-batches. It sends the results of F and B when both are done, which
+    costs nothing: the next F & B hides their messages. On devices that run both at once an F & B also hides the
+    all-to-alls of divided experts.
 
     Source: DeepSeek-AI, "DualPipe" (github.com/deepseek-ai/DualPipe, DualPipeV, after Sea AI Lab's "cut in half");
     "DeepSeek-V3 Technical Report", 2024, section 3.2.1.
@@ -370,17 +346,13 @@ def dualpipev(p: int, m: int) -> Schedule:
 
 
 class _Row:
-    """A rank's row under construction.
-
-    Attributes:
-        count: by kind and stage, the number of micro-batches that have it; a B counts as both I and W.
-        together: the forwards that run as one with a backward.
-    """
+    """A rank's row under construction."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up
         self.actions: list[Action] = []
-        self.together: set[Action] = set()
+        self.together: set[Action] = set()  # the forwards that run as one with a backward
+        # Micro-batches by kind and stage; B counts as I and W.
         self.count: Counter[tuple[str, int]] = Counter()
         self._without_w: list[int] = []  # the stages of I's, oldest first
 
@@ -390,21 +362,18 @@ class _Row:
         for part in parts * times:
             if part[0] == "&":
                 self.together.add(self.actions[-1])
-            self._add(*part[-2:])
+            kind, which = part[-2:]
+            stage = self._without_w[0] if which == "oldest" else {"down": self.down, "up": self.up}[which]
+            self.actions.append(Action(kind, stage, self.count["I" if kind == "B" else kind, stage]))
+            if kind == "I":
+                self._without_w.append(stage)
+            elif kind == "W":
+                self._without_w.remove(stage)
+            for one in "IW" if kind == "B" else kind:
+                self.count[one, stage] += 1
 
     def of_microbatches(self, m: int) -> list[Action]:
         """Return the actions of the first m micro-batches."""
-        there = [action for action in self.actions if action.microbatch < m]
         pairs = zip(self.actions, self.actions[1:], strict=False)
         self.together -= {f for f, b in pairs if max(f.microbatch, b.microbatch) >= m}
-        return there
-
-    def _add(self, kind: str, which: str) -> None:
-        stage = self._without_w[0] if which == "oldest" else {"down": self.down, "up": self.up}[which]
-        self.actions.append(Action(kind, stage, self.count["I" if kind == "B" else kind, stage]))
-        if kind == "I":
-            self._without_w.append(stage)
-        elif kind == "W":
-            self._without_w.remove(stage)
-        for one in "IW" if kind == "B" else kind:
-            self.count[one, stage] += 1
+        return [action for action in self.actions if action.microbatch < m]

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule
 
 
-Spot = tuple[int, int]
-"""A place in a schedule: rank, position in its row."""
+Spot = tuple[int, int]  # rank, position in its row
 
 
 def validate(schedule: Schedule, *, max_live: float | Sequence[float] | None = None) -> None:
@@ -29,7 +28,7 @@ def validate(schedule: Schedule, *, max_live: float | Sequence[float] | None = N
         max_live: the most activations that a rank may hold at once: one number for all ranks, or one per rank.
 
     Raises:
-        ValueError: it cannot run; the message draws the schedule with an arrow at the impossible action, and says why.
+        ValueError: it cannot run; the message says why, and draws the schedule with an arrow at the action.
 
     >>> from mpkit.plan.schedule import Schedule
     >>> validate(Schedule(["F0 F1 B0 B1", "F0 F1 B0 B1"]), max_live=1)
@@ -47,9 +46,6 @@ def validate(schedule: Schedule, *, max_live: float | Sequence[float] | None = N
         _check_memory(schedule, max_live)
 
 
-# ---- 1. each row by itself
-
-
 def _check_rows(schedule: Schedule) -> None:
     seen: dict[Action, Spot] = {}
     for rank, row in enumerate(schedule.rows):
@@ -63,20 +59,13 @@ def _check_rows(schedule: Schedule) -> None:
                 _fail(schedule, f"{action} is in rank {rank}'s row, but stage {action.stage} is on rank {holder}, "
                       "and its weights with it", here)  # fmt: skip
             if action in seen:
-                _fail(
-                    schedule,
-                    f"{action} is there twice: each action is done once per step",
-                    here,
-                    seen[action],
-                )
+                reason = f"{action} is there twice: each action is done once per step"
+                _fail(schedule, reason, here, seen[action])
             other = Action("B", action.stage, action.microbatch)
             if action.kind in ("I", "W") and other in schedule:
                 _fail(schedule, f"{action} and {other} would do the same work twice: a backward is either whole "
                       "(B) or split into I and W", here)  # fmt: skip
             seen[action] = here
-
-
-# ---- 2. nothing is missing
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -94,9 +83,6 @@ def _check_complete(schedule: Schedule) -> None:
         holder = schedule.stage_to_rank[stage]
         end = [(holder, len(schedule.rows[holder]) - 1)] if schedule.rows[holder] else []
         _fail(schedule, f"{missing} is missing: {why}", *end)
-
-
-# ---- 3. it finishes
 
 
 def _check_finishes(schedule: Schedule) -> None:
@@ -122,27 +108,21 @@ def _check_finishes(schedule: Schedule) -> None:
 
 
 def _pairing_note(schedule: Schedule, action: Action) -> str:
-    """Say which backward an action leaves together with, if it is a forward that is paired with one."""
-    if action not in schedule.together:
-        return ""
+    """Return which backward a forward leaves together with; "" if it is not paired."""
     row = schedule.rows[schedule.stage_to_rank[action.stage]]
-    partner = row[row.index(action) + 1 :][:1]
+    partner = row[row.index(action) + 1 :][:1] if action in schedule.together else ()
     return f", which leaves together with {partner[0]}" if partner else ""
 
 
 def _why(action: Action, need: Action) -> str:
     if action.kind == "F":
-        return (
-            f"stage {action.stage} computes on what stage {need.stage} makes of micro-batch {need.microbatch}"
-        )
+        made = f"stage {need.stage} makes of micro-batch {need.microbatch}"
+        return f"stage {action.stage} computes on what {made}"
     if need.kind == "F":
         return "a backward needs what its forward kept"
     if action.kind == "W":
         return "the gradient of the weights follows from that of the inputs"
     return f"the gradient comes from stage {need.stage}, which is after stage {action.stage}"
-
-
-# ---- 4. memory
 
 
 def _check_memory(schedule: Schedule, max_live: float | Sequence[float]) -> None:
