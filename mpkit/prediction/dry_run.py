@@ -1,24 +1,16 @@
 """trace_fake: run a Plan at full size, on hardware and rank counts that are not here, in seconds and without memory.
 
-Phases:
+One real process builds the model under the mode of no content. For each rank that differs, it joins a fake process
+group (torch.testing._internal.distributed.fake_pg), in which every call returns at once and changes nothing, and runs
+the strategy's own code, while every operator advances the rank's clock by its time on the device
+(`mpkit.trace.record.counted_clock`). Every other rank then gets the records of the one that does the same.
 
-    check     the plan and the hardware, before a process starts
-    build     in one real process: the model and its batches, under the mode of no content: shapes and no memory
-    join      for each rank that differs: leave the process group, and join a fake one of as many as the plan takes
-    count     every operator advances the rank's clock by its time on the device (`mpkit.trace.record.counted_clock`)
-    train     the strategy's own code, as real ranks run it; the replay puts communication on the clock
-    mirror    every rank gets the records of the one that does the same, rewritten for its own peers
-
-In the fake group (torch.testing._internal.distributed.fake_pg) every call returns at once and changes nothing.
-
-A played training has its storages, though nothing is in them: each is counted from when an operator makes it until
-nobody refers to it any more, so that what only exists for a moment (the copies of the logits in a loss's backward, a
-gathered layer, an optimizer's square root) is in the peak if that is when the peak is. `benchmarks/memory.py` holds
-this to torch.profiler's account of the real training.
+A storage counts from when an operator makes it until nobody refers to it any more, so that what only exists for a
+moment (the copies of the logits in a loss's backward, a gathered layer, an optimizer's square root) is in the peak if
+that is when the peak is. `benchmarks/memory.py` compares this with torch.profiler's account of the real training.
 
 Not counted: the batch itself, which lies in the host's memory; what a driver, a communication library or a kernel keeps
-for itself, except for convolutions and LSTMs on CPUs (`mpkit.trace.record.workspace`); and an allocator's
-fragmentation.
+for itself, except for convolutions and LSTMs on CPUs (`mpkit.trace.record.workspace`); and fragmentation.
 """
 
 from __future__ import annotations
@@ -66,9 +58,8 @@ from mpkit.trace.record.fake_mode import FakeMode
 
 @public
 def trace_fake(
-    model_fn: Callable[[], nn.Module], plan: Plan, *, batch: Any,
-    loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    steps: int = 1, hardware: Hardware | str | None = None,
+    model_fn: Callable[[], nn.Module], plan: Plan, *, batch: Any, loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer], steps: int = 1, hardware: Hardware | str | None = None,
     max_grad_norm: float | None = None, cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
     """Trace what the ranks of a training would do, played by one process on tensors that have shapes and no content.
@@ -120,24 +111,12 @@ def trace_fake(
     if isinstance(played, str):
         raise ValueError(played)
     records, stands_for, meta = played
-    return _trace_of(records, stands_for, meta, plan, machine)
-
-
-def _trace_of(
-    records: dict[int, RankTrace], stands_for: list[int], meta: dict[str, Any], plan: Plan, machine: Hardware
-) -> Trace:
-    """Return the Trace of all ranks; its meta says which ranks were played."""
-    fake = {
-        "played": sorted(records),
-        "stands_for": stands_for,
-        "device": machine.device.name,
-        "clock": "operator by operator: FLOPs or bytes on that device, whichever takes longer",
-    }
-    of_all = {"world_size": plan.ranks, "device": "cpu", "backend": "fake"}
-    return Trace(
-        [mirror(records[each], each, rank, plan.mesh) for rank, each in enumerate(stands_for)],
-        {**of_all, **meta, "hardware": machine.name, "fake": fake},
-    )
+    clock = "operator by operator: FLOPs or bytes on that device, whichever takes longer"
+    on = {"device": machine.device.name, "clock": clock}
+    fake = {"played": sorted(records), "stands_for": stands_for, **on}
+    all_ranks = {"world_size": plan.ranks, "device": "cpu", "backend": "fake"}
+    ranks = [mirror(records[each], each, rank, plan.mesh) for rank, each in enumerate(stands_for)]
+    return Trace(ranks, {**all_ranks, **meta, "hardware": machine.name, "fake": fake})
 
 
 def _check(model_fn: Any, plan: Any) -> None:
@@ -153,30 +132,22 @@ def _check(model_fn: Any, plan: Any) -> None:
 
 # ---- in the process that plays
 
-Played = tuple[dict[int, RankTrace], list[int], dict[str, Any]]
-"""The records by the rank that was played; by rank, the played rank that does the same; and the Trace's meta."""
-
 
 def play(
     context: Context, model_fn: Callable[[], nn.Module], batch: Any, plan: Plan, how: dict[str, Any], device: Device
-) -> Played | str | None:  # fmt: skip
-    """Play the ranks of a training that differ, one after the other; `trace_fake` runs this on a rank of its own.
+) -> tuple[dict[int, RankTrace], list[int], dict[str, Any]] | str | None:  # fmt: skip
+    """Play the ranks of a training that differ, one after the other, on a rank of its own; the others return None.
 
-    Args:
-        context: of a rank; one is enough, and the others of its cluster do nothing.
-        model_fn: makes the model.
-        batch: (inputs, targets), of which only the shapes matter; or a function that makes them.
-        plan, how: as in `Cluster.train`.
-        device: the device whose times are counted.
-
-    Returns:
-        What was played; or why it could not be: the user's mistake, in words.
+    Returns the records by played rank; by rank, the played rank that does the same; and the Trace's meta; or in words
+    the user's mistake.
     """
     if context.rank:
         return None
     ranks, said = {}, Said()
     try:
-        mode = _without_content()
+        mode = FakeMode()
+        # Torch's mode keeps a weak reference to each tensor that it makes, which prevents moving or casting a module.
+        mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
         with mode:
             # ---- build
             made = _make_model(model_fn, mode)
@@ -204,14 +175,7 @@ Said = dict[tuple[str, int], Tensor]
 
 
 class FakeCommunicator(Communicator):
-    """Communication with absent ranks; a broadcast delivers its root's values if the root was played before.
-
-    Args:
-        wire: the end of the rank that is played.
-        counting: the clock of its recorder.
-        said: what roots have broadcast; filled by the roots.
-        ranks: the members of the group; None: all ranks.
-    """
+    """Communication with absent ranks; a broadcast delivers its root's values if the root was played before."""
 
     def __init__(
         self, wire: Wire, counting: CountingMode, said: Said, ranks: tuple[int, ...] | None = None
@@ -220,7 +184,7 @@ class FakeCommunicator(Communicator):
         self._counting, self._said = counting, said
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> FakeCommunicator:
-        """Return a communicator of some of the ranks, without a torch group: no peer is there."""
+        """Return a communicator of some of the ranks, without a torch group."""
         return FakeCommunicator(self.wire, self._counting, self._said, ranks)
 
     def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> None:
@@ -240,12 +204,10 @@ class FakeCommunicator(Communicator):
 
 
 def _play_one(rank: int, ranks: int, job: TrainJob, counting: CountingMode, said: Said) -> RankTrace:
-    """Train as one of so many ranks; called under the mode of no content."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
         recorder = CountedRecorder(Path(folder), rank, counting)
         comm = FakeCommunicator(Wire(rank, ranks, recorder, device, "fake"), counting, said)
-        # ---- count, train
         with counting, LOCK, _taken_for_real():
             train(Context(rank, ranks, device, comm, recorder), job)
         recorder.close("finished")
@@ -256,8 +218,7 @@ def _play_one(rank: int, ranks: int, job: TrainJob, counting: CountingMode, said
 def _taken_for_real() -> Iterator[None]:
     """Let transformers' models take a tensor without content for a real one.
 
-    They make causal masks where they are traced by FX or a compiler, for which they take tensors without content; a
-    training makes none if no token is padding, and then another kernel computes attention.
+    Otherwise they think they are being traced and make causal masks, with which another kernel computes attention.
     """
     replaced, module = Replacements(), sys.modules.get("transformers.utils.import_utils")
     if hasattr(module, "is_fake_tensor"):
@@ -269,10 +230,7 @@ def _taken_for_real() -> Iterator[None]:
 
 
 class Unread(TorchDispatchMode):
-    """A mode in which a tensor without content that a model's constructor reads answers 0, or False.
-
-    Constructors read tensors to draw weights again that lie too far out (`torch.nn.init.trunc_normal_`): none does.
-    """
+    """Tensors without content read as 0 by constructors, which look for outliers (`torch.nn.init.trunc_normal_`)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -283,10 +241,7 @@ class Unread(TorchDispatchMode):
 
 
 def _make_model(model_fn: Callable[[], nn.Module], mode: FakeMode) -> nn.Module:
-    """Return a new model; called under the fake mode.
-
-    A function may return a model that was made before. It gets a copy without content for each rank.
-    """
+    """Return a new model, called under the fake mode; a model that existed is copied without content for each rank."""
     with Unread():  # type: ignore[no-untyped-call]
         model = model_fn()
     if not isinstance(model, nn.Module):
@@ -294,16 +249,6 @@ def _make_model(model_fn: Callable[[], nn.Module], mode: FakeMode) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     made = {id(each): _fake_tensor(each, mode) for each in tensors if not isinstance(each, FakeTensor)}
     return copy.deepcopy(model, made) if made else model
-
-
-def _without_content() -> FakeMode:
-    """Return a mode in which tensors have no content.
-
-    Torch's keeps a weak reference to each tensor that it makes, which prevents moving or casting their module.
-    """
-    mode = FakeMode()
-    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
-    return mode
 
 
 def _batch_of(batch: Any, mode: FakeMode) -> tuple[Value, Value]:
@@ -321,13 +266,10 @@ def _batch_of(batch: Any, mode: FakeMode) -> tuple[Value, Value]:
 
 
 def _fake_tensor(tensor: Tensor, mode: FakeMode) -> Tensor:
-    """Return a tensor, or a parameter, without content."""
     if isinstance(tensor, FakeTensor):
         return tensor
-    if tensor.is_meta:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    else:
-        made = mode.from_tensor(tensor.detach())
+    on_meta = tensor.is_meta
+    made = torch.empty(tensor.shape, dtype=tensor.dtype) if on_meta else mode.from_tensor(tensor.detach())
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
@@ -337,21 +279,15 @@ def _fake_tensor(tensor: Tensor, mode: FakeMode) -> Tensor:
 def kinds(plan: Plan, size: int, *, even: bool = True) -> list[int]:
     """Return for each rank the rank to play in its place: the first that does the same.
 
-    Under DP, rank 0 does work that the others do not. Else which ranks do the same depends on the axis:
+    Under DP, rank 0 does work that the others do not. Otherwise it depends on the axis:
 
-        along pp    each rank has stages of its own, and another order of actions: all are played
-        along cp    later parts of a causal sequence attend to more, and rings start at different ranks: all are played
-        along tp    shards are equal, unless the divided size is not a multiple of tp
-        along dp    ranks with the same number of samples in each micro-batch do the same; all are played where groups
-                    of them divide experts
+        pp    each rank has stages of its own, and another order of actions: all are played
+        cp    later parts of a causal sequence attend to more, and rings start at different ranks: all are played
+        tp    shards are equal, unless the divided size is not a multiple of tp (then not `even`)
+        dp    ranks with equal samples in each micro-batch do the same; all are played if groups of them divide experts
 
     >>> kinds(Plan.ddp(4), 8), kinds(Plan.ddp(4), 6), kinds(Plan.dp(3), 6), kinds(Plan(pp=2, dp=2, tp=2), 8)
     ([0, 0, 0, 0], [0, 0, 2, 2], [0, 1, 1], [0, 0, 0, 0, 4, 4, 4, 4])
-
-    Args:
-        plan: the plan of the training.
-        size: the batch size.
-        even: whether tensor-parallel ranks have equal shards.
     """
     mesh = plan.mesh
     places = [mesh.place(each) for each in range(plan.ranks)]
@@ -369,39 +305,31 @@ def kinds(plan: Plan, size: int, *, even: bool = True) -> list[int]:
 
 
 def mirror(recorded: RankTrace, rank: int, other: int, mesh: Mesh) -> RankTrace:
-    """Return what rank `other` would have recorded, which does the same as the one that was played.
+    """Return what rank `other` would have recorded, which does the same as `rank`, which was played.
 
     Records name other ranks: the members of a group ("0,2"), the ends of a message ("0>4#F3"), the root of a collective
-    or the other end of a message (`peer`). Along the axes in which these ranks differ, their coordinates stay the same.
-    Along all other axes they have the coordinates of the played rank, which are replaced by those of the other rank: so
-    all of them move by the same number.
+    or the other end of a message (`peer`). Along the axes in which these ranks differ, their coordinates stay; along
+    all others they have the played rank's, which become the other rank's: so all move by the same number.
 
         played rank 0 of pp=2, dp=2, tp=2     mirrored to rank 3, at dp 1 and tp 1
         "0,1" (along tp)                      "2,3"
         "0,2" (along dp)                      "1,3"
         "0>4#F3" (along pp)                   "3>7#F3"
-
-    Args:
-        recorded: the records.
-        rank: the rank that was played.
-        other: the rank to name in its place.
-        mesh: of all ranks.
     """
     if other == rank:
         return recorded
     ops, names = recorded.ops, list(recorded.names)
     talks = (ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.COPY_TO_DEVICE)
-    shifts = np.zeros(
-        len(names), dtype=np.int64
-    )  # by name: how far its members lie from those of the played rank
+    shifts = np.zeros(len(names), np.int64)  # by name: how far its members lie from those of the played rank
     for line in np.unique(ops["group"][talks]).tolist():
         text, hash_, tag = names[line].partition("#")
         between = ">" if hash_ else ","
         members = list(map(int, text.split(between)))
         along = zip(
-            zip(*map(mesh.coordinates, members), strict=True), mesh.coordinates(other), mesh.coordinates(rank),
+            zip(*map(mesh.coordinates, members), strict=True),
+            *map(mesh.coordinates, (other, rank)),
             strict=True,
-        )  # fmt: skip
+        )
         shifts[line] = mesh.rank_at(new if len(set(each)) == 1 else old for each, new, old in along) - rank
         moved = [member + int(shifts[line]) for member in members]
         assert other in moved, f"rank {rank} cannot stand for rank {other} in {text}"

@@ -16,8 +16,6 @@ float32. Of equal ones the first is taken, which that code leaves to torch's sor
 are the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,15 +30,11 @@ Indices = npt.NDArray[np.int64]
 def place_experts(rows: npt.ArrayLike, replicas: int, gpus: int) -> Indices:
     """Return a placement in which GPUs are about equally busy: phy2log, [R], the logical expert of each slot.
 
-    GPU g of n has the slots g R/n to (g + 1) R/n - 1.
+    GPU g of n has the slots g R/n to (g + 1) R/n - 1. `rows`, [E], counts each expert's; `replicas` is R, at least E
+    and a multiple of `gpus`.
 
     >>> place_experts([90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], 16, gpus=8).tolist()
     [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1]
-
-    Args:
-        rows: [E], of each expert.
-        replicas: R, the slots of all GPUs together, at least E and a multiple of `gpus`.
-        gpus: how many there are.
     """
     load = np.asarray(rows, dtype=np.float32)
     # ---- replicate
@@ -57,33 +51,20 @@ def place_experts(rows: npt.ArrayLike, replicas: int, gpus: int) -> Indices:
     packed: list[list[int]] = [[] for _ in range(gpus)]
     total = np.zeros(gpus, dtype=np.float32)
     for slot in np.argsort(-weights, kind="stable").tolist():
-        least = min(
-            (gpu for gpu in range(gpus) if len(packed[gpu]) < replicas // gpus), key=total.__getitem__
-        )
+        open_gpus = (gpu for gpu in range(gpus) if len(packed[gpu]) < replicas // gpus)
+        least = min(open_gpus, key=total.__getitem__)
         packed[least].append(slot)
         total[least] += weights[slot]
-    phy2log = phy2log[np.ravel(packed)]
-    return phy2log
+    return np.asarray(phy2log[np.ravel(packed)])
 
 
 @dataclass(frozen=True, eq=False)
 class LayerBalance:
-    """One layer's experts on GPUs.
-
-    >>> layer = LayerBalance("block0", np.array([6.0, 2.0]), np.array([0, 0, 0, 1]), gpus=2)
-    >>> layer.load_before.tolist(), layer.load_after.tolist(), layer.moves
-    ([6.0, 2.0], [4.0, 4.0], 1)
-
-    Attributes:
-        name: the layer's name.
-        rows: [E], the rows of each expert.
-        phy2log: [R], the expert that each slot holds; each GPU has R / gpus neighbouring slots.
-        gpus: how many there are.
-    """
+    """One layer's experts on GPUs."""
 
     name: str
-    rows: Rows
-    phy2log: Indices
+    rows: Rows  # [E]: the rows of each expert
+    phy2log: Indices  # [R]: the expert of each slot; a GPU has R / gpus neighbouring slots
     gpus: int
 
     @property
@@ -93,31 +74,31 @@ class LayerBalance:
 
     @property
     def held_before(self) -> list[Indices]:
-        """By GPU, the experts that it holds now: neighbours of the run's order share a GPU."""
+        """The experts that each GPU holds now: neighbours in the run's order share a GPU."""
         experts = np.arange(len(self.rows))
         return [experts[experts * self.gpus // len(experts) == gpu] for gpu in range(self.gpus)]
 
     @property
     def load_before(self) -> Rows:
-        """[gpus]: the rows of each GPU as experts are now."""
+        """[gpus]: the rows of each GPU with the run's placement."""
         return np.array([self.rows[held].sum() for held in self.held_before], dtype=np.float64)
 
     @property
     def load_after(self) -> Rows:
-        """[gpus]: the rows of each GPU, of which each slot has an even share of its expert's."""
+        """[gpus]: the rows of each GPU, whose slots have even shares of their experts' rows."""
         loads: Rows = (self.rows / self.copies)[self.phy2log].reshape(self.gpus, -1).sum(axis=1)
         return loads
 
     @property
     def moves(self) -> int:
-        """How many weights of experts GPUs receive: of those that they did not have."""
+        """How many experts' weights GPUs receive because they did not have them."""
         after = self.phy2log.reshape(self.gpus, -1)
         return sum(len(np.setdiff1d(new, old)) for new, old in zip(after, self.held_before, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertBalance(DrawnResult):
-    """A placement of experts: it prints as a table, and shows itself as the loads of GPUs before and after.
+    """A placement of experts; it prints as a table, and shows itself as the loads of GPUs before and after.
 
     >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
     >>> balance = load.balance(6, gpus=2)
@@ -125,18 +106,14 @@ class ExpertBalance(DrawnResult):
     ([0, 0, 3, 0, 1, 2], {'block0': (1.6666666666666667, 1.1666666666666667)})
     >>> balance.time_ratio
     0.7
-
-    Attributes:
-        layers: one `LayerBalance` per layer with experts.
-        step: the number of the step whose rows these are.
     """
 
     layers: tuple[LayerBalance, ...]
-    step: int
+    step: int  # the number of the step whose rows these are
 
     @property
     def imbalance(self) -> dict[str, tuple[float, float]]:
-        """By layer, before and after: the rows of the busiest GPU, divided by their mean."""
+        """The rows of the busiest GPU divided by their mean, before and after, by layer."""
         found = {}
         for each in self.layers:
             mean = max(float(each.load_before.mean()), 1e-300)
@@ -147,16 +124,15 @@ class ExpertBalance(DrawnResult):
     def time_ratio(self) -> float:
         """The predicted time of a step's experts, divided by what it was: the busiest GPUs' rows, summed over layers.
 
-        It is assumed that time grows with rows, that every layer's experts are of one size, that each copy of an
-        expert gets as many rows, and that routers choose as in this step. Moving the weights is not in it, nor is what
-        training with copies sends in each step: their weights, and their gradients.
+        Assumed: time grows with rows, all layers' experts have one size, each copy of an expert gets as many rows, and
+        routers choose as in this step. Not counted: moving the weights, and what training with copies sends.
         """
         before = sum(float(each.load_before.max()) for each in self.layers)
         return sum(float(each.load_after.max()) for each in self.layers) / max(before, 1e-300)
 
     @property
     def moves(self) -> int:
-        """How many weights of experts GPUs receive, in all layers."""
+        """How many experts' weights GPUs receive, in all layers."""
         return sum(each.moves for each in self.layers)
 
     __repr__ = DrawnResult.__str__

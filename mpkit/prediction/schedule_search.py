@@ -1,19 +1,15 @@
 """Search for an order of F, I and W that is shorter than the named schedules, within a cap on memory.
 
-Phases:
-
-    known      the named schedules that fit: the best of them is the one to beat
-    greedy     orders built by many policies while a simulated clock runs (`mpkit.plan.schedule.greedy`)
-
-Nothing is run. With the times of a run (`timeline.stage_times()`), the result is for that run's model and machine.
+The best named schedule that fits is the one to beat. Many policies then build orders while a simulated clock runs
+(`mpkit.plan.schedule.greedy`). Nothing is run; with the times of a run (`timeline.stage_times()`), the result is for
+that run's model and machine.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product
 from math import inf
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
@@ -31,25 +27,15 @@ from mpkit.timeline.timeline import Timeline
 
 @dataclass(frozen=True, repr=False)
 class FoundSchedule:
-    """What a search found, and what it improves on.
+    """What a search found, and what it improves on."""
 
-    Attributes:
-        plan: the plan with the schedule found, or with the best named schedule if nothing is shorter.
-        timeline: its simulated timeline.
-        seconds: the length of its step, from the first action of any rank to the end of the last.
-        named: the step's length under each named schedule that fits, the shortest first.
-        too_large: the most that a rank would hold under each named schedule that does not fit.
-        max_live: the cap of each rank.
-        at_least: a lower bound in seconds on any order: a rank's work after the first forward that it waits for.
-    """
-
-    plan: Plan
-    timeline: Timeline
-    seconds: float
-    named: dict[str, float]
-    too_large: dict[str, float]
-    max_live: list[float]
-    at_least: float
+    plan: Plan  # with the schedule found, or with the best named schedule if nothing is shorter
+    timeline: Timeline  # simulated
+    seconds: float  # the length of its step, from the first action of any rank to the end of the last
+    named: dict[str, float]  # the step's length under each named schedule that fits, the shortest first
+    too_large: dict[str, float]  # the most that a rank would hold under each named schedule that does not fit
+    max_live: list[float]  # the cap of each rank
+    at_least: float  # a lower bound in seconds on any order: a rank's work after the first forward that it waits for
 
     @property
     def best_named(self) -> str:
@@ -59,7 +45,7 @@ class FoundSchedule:
     @property
     def improvement(self) -> float:
         """The share of the best named schedule's time that is saved; 0 if nothing shorter was found."""
-        return 1 - self.seconds / self.named[self.best_named] if self.named else 0.0
+        return 1 - self.seconds / min(self.named.values()) if self.named else 0.0
 
     def __str__(self) -> str:
         if self.named:
@@ -72,9 +58,8 @@ class FoundSchedule:
         lines.append(f"Activations by rank: {peaks}{cap}. No order can take less than {self.at_least:.4g} s.")
         lines.append("Named: " + ", ".join(f"{name} {seconds:.4g}" for name, seconds in self.named.items()))
         if self.too_large:
-            lines.append(
-                "Too large: " + ", ".join(f"{name} {peak:g}" for name, peak in self.too_large.items())
-            )
+            peaks = ", ".join(f"{name} {peak:g}" for name, peak in self.too_large.items())
+            lines.append(f"Too large: {peaks}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -143,7 +128,6 @@ def _costs(
     plan: Plan, forward: Times, input_grad: Times, weight_grad: Times, hop: float,
     max_live: float | Sequence[float] | None,
 ) -> ActionCosts:  # fmt: skip
-    """Check the arguments and return them as `ActionCosts`."""
     given: object = plan
     if not isinstance(given, Plan) or given.dp > 1:
         raise ValueError(
@@ -158,33 +142,25 @@ def _costs(
     return ActionCosts(f, i, w, time_of("hop", hop), caps)
 
 
-SEARCHED = "searched"
-"""The name of a schedule that was found."""
+SEARCHED = "searched"  # the name of a schedule that was found
+_order = itemgetter(slice(3))  # the sort key: shortest first, then by memory, then named ones
 
 
 class _ScoredSchedule(NamedTuple):
-    """A schedule and its scores: the length of a step, the most that any rank holds, and whether it has no name."""
+    """A schedule and its scores, in the order by which schedules are compared; equal ones keep theirs."""
 
     seconds: float
-    peak: float
-    searched: bool
+    peak: float  # the most that any rank holds
+    searched: bool  # whether it has no name
     name: str
     schedule: Schedule
 
 
-def _order(one: _ScoredSchedule) -> tuple[float, float, bool]:
-    """Sort key: the shortest first; of equally short ones the one that holds least; of these a named one."""
-    return one.seconds, one.peak, one.searched
-
-
 def _plan_of(best: _ScoredSchedule, plan: Plan) -> Plan:
-    """Return the plan with the schedule found."""
     if best.name in SCHEDULES:
         return replace(plan, schedule=best.name, virtual_stages=plan.stages // plan.pp)
-    own = Plan.from_schedule(best.schedule)
-    return replace(
-        plan, schedule=own.schedule, microbatches=own.microbatches, virtual_stages=own.virtual_stages
-    )
+    own, names = Plan.from_schedule(best.schedule), ("schedule", "microbatches", "virtual_stages")
+    return replace(plan, **{name: getattr(own, name) for name in names})
 
 
 def _known_schedules(plan: Plan, caps: Sequence[float]) -> tuple[dict[str, Schedule], dict[str, float]]:
@@ -207,19 +183,13 @@ def _known_schedules(plan: Plan, caps: Sequence[float]) -> tuple[dict[str, Sched
 
 
 def _placements(plan: Plan, known: Mapping[str, Schedule], caps: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return the possible assignments of stages to ranks: those of the plan and of the fitting schedules.
-
-    Raises:
-        ValueError: in each of them a rank cannot hold one micro-batch of each of its stages.
-    """
+    """Return the possible assignments of stages to ranks: those of the plan and of the fitting schedules."""
     placements = list(dict.fromkeys(each.stage_to_rank for each in (plan.build(), *known.values())))
-    possible = [
-        placement for placement in placements
-        if all(placement.count(rank) <= cap for rank, cap in enumerate(caps))
-    ]  # fmt: skip
+    ranks = range(plan.pp)
+    possible = [each for each in placements if all(each.count(rank) <= caps[rank] for rank in ranks)]
     if not possible:
-        counts = [placements[0].count(rank) for rank in range(plan.pp)]
-        rank = next(rank for rank, cap in enumerate(caps) if counts[rank] > cap)
+        counts = [placements[0].count(rank) for rank in ranks]
+        rank = next(rank for rank in ranks if counts[rank] > caps[rank])
         raise ValueError(
             f"max_live={max(caps):g}: rank {rank} has {counts[rank]} of the stages, and holds as many activations of "
             f"one micro-batch. It takes max_live={max(counts)} at least"
@@ -249,7 +219,7 @@ def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts, again: S
 def _policies(
     placements: Sequence[tuple[int, ...]], caps: Sequence[float], random: Random
 ) -> Iterator[tuple[tuple[int, ...], Policy]]:
-    """Yield all combinations of simple policies first, then random ones without end."""
+    """Yield all combinations of simple policies first, then endless random ones."""
     ranks = range(len(caps))
     leads = [[0.0 for _ in ranks], [float(rank) for rank in ranks], [inf for _ in ranks]]
     forwards, first, patience = ("deep", "turns", "shallow"), ("I", "turns", "F"), (0.0, 1.0, 0.5)

@@ -1,10 +1,10 @@
 """Advice: the best plan for a model on a machine, with reasons that can be checked.
 
-Every sentence of it comes from `mk.estimate` of a plan that it names, so it replays in one call.
+Every sentence of it comes from `mk.estimate` of a plan that it names, so it replays in one call. A family is the best
+plan of those with the same parts; the ladder has those that are faster than every family with fewer parts.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,22 +13,70 @@ from numpy import minimum
 from mpkit.common.calls import answers
 from mpkit.common.display import ChartedResult, draw
 from mpkit.common.tracebacks import public
+from mpkit.common.units import percent, seconds, wrapped
 from mpkit.devices.hardware import Hardware
+from mpkit.devices.placement_notes import out_of_memory
 from mpkit.plan.formats.write import unsaid
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
-from mpkit.prediction.advice.reasons import RUNNING, SIMPLER, Family, families_of, summary_of, why_not
+from mpkit.prediction.advice import search
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import TIME, FoundLayouts, Objective, find_best, plan_under
-from mpkit.prediction.cost_model.check import check_length
+from mpkit.prediction.advice.search import HEADROOM, TIME, FoundLayout, FoundLayouts, Objective, plan_under
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_of
+from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack, stack_of
-from mpkit.prediction.cost_model.workload import Workload, workload_of
+from mpkit.prediction.cost_model.workload import Workload, check_length, check_plan, workload_of
 from mpkit.timeline.answer import Answer, Basis
 
-SHOWN = 20
-"""The plans of an advice."""
+SHOWN = 20  # the plans of an advice
+SIMPLER = 0.05  # how much longer a step of the simplest plan may take than one of the best
+
+RUNNING = "megatron", "torchtitan", "fsdp", "accelerate", "deepspeed"  # can they run the best plan?
+
+PARTS: dict[str, Callable[[Layout], bool]] = {
+    "ZeRO": lambda layout: layout.zero > 0 and layout.replicas > 1,
+    "recomputation": lambda layout: layout.recompute != "none",
+    "tensor parallelism": lambda layout: layout.tp > 1,
+    "a pipeline": lambda layout: layout.pp > 1,
+    "context parallelism": lambda layout: layout.cp > 1,
+    "expert parallelism": lambda layout: layout.ep > 1,
+    "groups of ZeRO": lambda layout: layout.sharded > 0,
+    "offload": lambda layout: layout.offload != "none",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The best plan of those with the same parts."""
+
+    parts: tuple[str, ...]  # beside data parallelism
+    plan: Plan
+    seconds: float  # per step
+    longer: float  # than a step of the best of all, as a share of it
+    memory: float  # bytes of the fullest rank, fragmentation included
+
+    @property
+    def words(self) -> str:
+        """Its parts in words."""
+        first, last = ", ".join(self.parts[:-1]), self.parts[-1:]
+        return f"with {' and '.join(filter(None, (first, *last))) or 'data parallelism alone'}"
+
+    def __str__(self) -> str:
+        return f"{self.words}: {seconds(self.seconds)}, {percent(self.longer)} longer, {self.plan!r}"
+
+
+def families_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Family]:
+    """Return the ladder of families of some layouts, which are ordered with the best first."""
+    best: dict[tuple[str, ...], FoundLayout] = {}
+    for each in found:
+        best.setdefault(tuple(part for part, has in PARTS.items() if has(each.layout)), each)
+    ladder: list[Family] = []
+    for parts, each in sorted(best.items(), key=lambda item: (len(item[0]), item[1].seconds)):
+        if not ladder or each.seconds < min(family.seconds for family in ladder):
+            longer = each.seconds / found[0].seconds - 1
+            ladder.append(Family(parts, plan_under(asked, each.layout), each.seconds, longer, each.memory))
+    return ladder
 
 
 @dataclass(frozen=True)
@@ -37,20 +85,13 @@ class Advice(ChartedResult, Answer):
 
     A notebook shows a table of the best plan of each family as well, and a chart of step time against memory with the
     frontier marked (`figure`).
-
-    Attributes:
-        asked: what is to be trained, the machine and the stack.
-        found: every layout that fits with 8 % of the memory to spare; where none does, those that fit at all.
-        tight: those that fit and leave less than that free.
-        considered: the number of plans that were considered, those that do not fit included.
-        objective: what is best.
     """
 
-    asked: Workload = field(repr=False)
-    found: FoundLayouts = field(repr=False)
-    tight: FoundLayouts = field(repr=False)
-    considered: int
-    objective: Objective = TIME
+    asked: Workload = field(repr=False)  # the model, the machine, the stack and the batch
+    found: FoundLayouts = field(repr=False)  # that leave 8 % of the memory free; if none does, that fit
+    tight: FoundLayouts = field(repr=False)  # that fit and leave less than that free
+    considered: int  # plans, including those that do not fit
+    objective: Objective = TIME  # what is best
 
     @property
     def best(self) -> Plan | None:
@@ -59,14 +100,14 @@ class Advice(ChartedResult, Answer):
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The 20 best plans that fit; of those that differ in the samples of a micro-batch only, the best."""
+        """The 20 best plans that fit, each the best of those that differ only in the samples of a micro-batch."""
         return [plan_under(self.asked, each.layout) for each in self.found.kinds[:SHOWN]]
 
     @cached_property
     def frontier(self) -> list[Plan]:
-        """Of the plans found, those than which none is both faster and smaller, the fastest first.
+        """The plans than which no other is both faster and smaller, the fastest first.
 
-        A plan that recomputes or offloads more than it needs to fit is not among those found.
+        Plans that recompute or offload more than they need are not among them.
         """
         took, memory = self.found.seconds, self.found.memory
         order = took.argsort(kind="stable")
@@ -76,18 +117,17 @@ class Advice(ChartedResult, Answer):
 
     @cached_property
     def families(self) -> list[Family]:
-        """The best plan of each family, the simplest family first: what every further part gains."""
+        """The best plan of each family, the simplest family first."""
         return families_of(self.asked, self.found.kinds)
 
     @property
     def simplest(self) -> Plan | None:
         """The plan with the fewest parts within 5 % of the best one's time; None if none fits."""
-        near = (each.plan for each in self.families if each.longer <= SIMPLER)
-        return next(near, None)
+        return next((each.plan for each in self.families if each.longer <= SIMPLER), None)
 
     @cached_property
     def runs_in(self) -> dict[str, str]:
-        """Which frameworks can run the best plan: by name, what their file cannot say; "" if it says everything."""
+        """What each framework's file cannot say of the best plan, by framework; "" if it says everything."""
         return {} if self.best is None else {name: unsaid(self.best, name) for name in RUNNING}
 
     @cached_property
@@ -102,8 +142,7 @@ class Advice(ChartedResult, Answer):
     @property
     def band(self) -> tuple[float, float] | None:
         """The seconds between which such steps were in comparisons with real runs."""
-        best: Estimate = self.answer
-        return best.band
+        return self.answer.band
 
     @cached_property
     def answer(self) -> Estimate:
@@ -122,9 +161,8 @@ class Advice(ChartedResult, Answer):
     @property
     def basis(self) -> Basis:
         """What was measured, and what is assumed."""
-        return Basis(
-            self.answer.basis.measured, "what `mk.estimate` assumes, for training with Adam in 16 bits"
-        )
+        assumed = "what `mk.estimate` assumes, for training with Adam in 16 bits"
+        return Basis(self.answer.basis.measured, assumed)
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -139,10 +177,123 @@ class Advice(ChartedResult, Answer):
         >>> print(advice.why_not(Plan.ddp(8)))
         Plan(dp=8) does not fit: it needs 341.2 of 79.1 GiB, out by 262.1 GiB; the largest part is activations.
         """
-        return why_not(self, plan)
+        check_plan(plan)
+        try:
+            this = self.estimate(plan)
+        except ValueError as error:
+            return f"{plan!r} cannot work: {error}"
+        needed, room = this.needed, this.available
+        if needed > room:
+            return f"{plan!r} does not fit: {out_of_memory(needed, room, this.largest)}."
+        if needed > HEADROOM * room:
+            free = percent(1 - needed / room)
+            return f"{plan!r} fits and leaves {free} of the memory free: less than the 8 % that predictions may be off."
+        handicap = search.handicap_of(self.asked, plan.offload)
+        if self.best is not None and this.step_time < self.found[0].seconds <= this.step_time * handicap:
+            gained = percent(1 - this.step_time / self.found[0].seconds)
+            return (
+                f"{plan!r} fits and is {gained} faster than {self.best!r}, by offload alone: less than the "
+                f"{percent(handicap - 1)} by which predictions may be off."
+            )
+        value = self.objective.value_of(this.step_time, plan.ranks)
+        if self.best is None or value <= self.objective.value_of(self.found[0].seconds, self.best.ranks):
+            faster = self.best is not None and this.step_time < (1 - 1e-9) * self.found[0].seconds
+            software, took = self.asked.stack.name, f"{seconds(this.step_time)} per step"
+            if faster and software in RUNNING and (missing := unsaid(plan, software)):
+                return f"{plan!r} is faster, {took}, but {software} cannot say it: {missing}."
+            than = ", and faster than what was searched: take it" if faster else ""
+            return f"{plan!r} is as good as any{than}: {took}."
+        if self.objective.by != "time":
+            against = self.objective.explain_rejection(this.step_time, plan.ranks, self.found[0])
+            return f"{plan!r} fits, but {against}, beside {self.best!r}."
+        best = self.estimate(self.best)
+        more = {name: part - best.because.get(name, 0.0) for name, part in this.because.items()}
+        cause = max(more, key=more.__getitem__)
+        longer, spent = this.step_time / best.step_time - 1, this.because[cause]
+        return (
+            f"{plan!r} fits and takes {seconds(this.step_time)} per step, {percent(longer)} longer than {self.best!r}: "
+            f"{cause} takes {seconds(spent)} of its step, {percent(spent / this.step_time)}, where the best has "
+            f"{seconds(best.because.get(cause, 0.0))}."
+        )
 
     def __str__(self) -> str:
-        return summary_of(self)
+        asked, hardware = self.asked, self.asked.hardware
+        name = asked.model.name or "the model"
+        what = f"{name} on {hardware.name}, {asked.global_batch} samples of {asked.sequence} tokens"
+        counted = f"{self.considered:,} plans considered, {len(self.found):,} fit"
+        if self.best is None:
+            lines = [f"{what}: no plan fits; {counted}."]
+        else:
+            best = self.estimate(self.best)
+            low, high = best.band
+            lines = [
+                f"{what}: {self.best!r}",
+                f"  {seconds(best.step_time)} per step ({seconds(low)} to {seconds(high)}), "
+                f"{best.tokens_per_second:,.0f} tokens/s, MFU {percent(best.mfu)}, "
+                f"{best.share_words.removesuffix(',')}; {counted}",
+            ]
+            if self.objective.by != "time":
+                lines.append(f"  {self.objective.words(self.found[0], hardware.devices)}")
+            lines += _families(self)
+            lines.append(_frameworks(self))
+            if uneven := _uneven(self):
+                lines.append(uneven)
+            lines += [f"  {what}: {words}." for what, words in best.assumptions.items()]
+            within = int((self.found.seconds <= high).sum())
+            lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
+            lines += _memory_left(self)
+        lines += [f"- {rule}" for rule in self.rules]
+        return "\n".join(wrapped(line) for line in "\n".join(lines).splitlines())
+
+
+UNEVEN = {  # how a stack is told the layers of each stage
+    "megatron": "--pipeline-model-parallel-layout",
+    "torchtitan": "module_fqns_per_model_part",
+    "torchtitan-compile": "module_fqns_per_model_part",
+}
+
+
+def _memory_left(advice: Advice) -> list[str]:
+    """Say which plans fill the memory, or that only such plans fit."""
+    free = percent(1 - advice.found[0].memory / advice.asked.available)
+    if advice.found[0].memory > HEADROOM * advice.asked.available:
+        return [f"  It leaves {free} of the memory free, and no plan leaves more than 8 %: measure it first."]
+    if not advice.tight or advice.tight[0].seconds >= advice.found[0].seconds:
+        return []
+    first = advice.tight[0]
+    return [
+        f"  {len(advice.tight):,} more leave less than 8 % of the memory free; the fastest of them takes "
+        f"{seconds(first.seconds)}: {plan_under(advice.asked, first.layout)!r}"
+    ]
+
+
+def _families(advice: Advice) -> list[str]:
+    lines = ["  The best plan of each family, the simplest first:"]
+    for family in advice.families:
+        took, longer = seconds(family.seconds), percent(family.longer)
+        simplest = ", the simplest within 5 %" if family.plan == advice.simplest else ""
+        more = f"{longer} longer" if family.longer > 0 else "the best"
+        lines.append(f"    {took:>9}  {more:>14}  {family.words}{simplest}\n{' ' * 15}{family.plan!r}")
+    return lines
+
+
+def _uneven(advice: Advice) -> str:
+    """Name the framework's switch that cuts stages of unequal numbers of layers; "" if they are equal."""
+    best, layers = advice.found[0].layout, advice.asked.model.layers
+    stages = best.pp * best.virtual_stages
+    if best.pp == 1 or layers % stages == 0:
+        return ""
+    switch = UNEVEN.get(advice.asked.stack.name, "the model's cut")
+    return f"  {layers} layers are not a multiple of {stages} stages: {switch} says which stage has how many."
+
+
+def _frameworks(advice: Advice) -> str:
+    """Say which frameworks can run the best plan, or why none can."""
+    able = [name for name, reason in advice.runs_in.items() if not reason]
+    if able:
+        return f"  Files for it: {', '.join(f'best.to({name!r})' for name in able)}."
+    name, reason = min(advice.runs_in.items(), key=lambda item: len(item[1]))
+    return f"  mpkit runs it; no other framework's file says all of it ({name}: {reason})."
 
 
 @public
@@ -183,5 +334,5 @@ def advise(
     asked = workload_of(model, hardware, chosen, preset, global_batch, sequence, trainable, expert_load)
     check_length(asked.model, sequence)
     objective = Objective(by, price)
-    found, tight, considered = find_best(asked, objective)
+    found, tight, considered = search.find_best(asked, objective)
     return Advice(asked, *((found, tight) if found else (tight, found)), considered, objective)

@@ -1,18 +1,7 @@
 """Rules: what the guides say, evaluated with this model's numbers, and what the search says of it.
 
-    one device     "if the model fits one GPU, use DDP"
-    layer          "if the largest layer does not fit one GPU, use tensor parallelism"
-    links          "with NVLink pipelines, ZeRO and tensor parallelism are alike; without, pipelines are faster"
-    nodes          "tensor parallelism inside the node; pipelines and replicas between nodes"
-    one node       states that fit a node are sharded inside it, and nodes are replicas
-    between        "with fast links between nodes ZeRO, or all of them; with slow ones a pipeline, and ZeRO-1"
-    zero           "with a pipeline, ZeRO-1 rather than -2 or -3"
-    single         "first what helps on one GPU: micro-batch, accumulation, recomputation, offload"
-
 Source: Hugging Face, "Efficient Training on Multiple GPUs" (perf_train_gpu_many), its decision list.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,30 +16,23 @@ from mpkit.prediction.cost_model.workload import Workload
 
 FAST, FAST_BETWEEN = 50, 20
 """GB/s of a device's link from which on it is called fast: NVLink inside a node, 200 Gb/s between nodes."""
-ALIKE = 1.25
-"""By how much times may differ that the guide calls alike."""
+ALIKE = 1.25  # by how much times may differ that the guide calls alike
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its numbers.
+    """A rule with its numbers."""
 
-    Attributes:
-        says: what the guide says, for this model.
-        agrees: whether the best plan follows it.
-        why: the search's numbers.
-    """
-
-    says: str
-    agrees: bool
-    why: str
+    says: str  # what the guide says, for this model
+    agrees: bool  # whether the best plan follows it
+    why: str  # the search's numbers
 
     def __str__(self) -> str:
         return f"{self.says} {'The search agrees' if self.agrees else 'The search disagrees'}: {self.why}"
 
 
 def rules_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Rule]:
-    """Return the rules that apply, of layouts that are ordered with the best first."""
+    """Return the rules that apply; the layouts are ordered with the best first."""
     per_parameter = asked.stack.element + asked.stack.gradient + asked.stack.states
     states = per_parameter * asked.model.parameters
     if found:
@@ -65,48 +47,36 @@ def rules_of(asked: Workload, found: Sequence[FoundLayout]) -> list[Rule]:
 
 
 def _of_sizes(asked: Workload, found: Sequence[FoundLayout], per_parameter: float) -> Iterator[Rule]:
-    """Yield whether a replica fits one device, so that data parallelism is enough; if its states do not, whether one
-    layer does.
-    """
+    """Yield whether data parallelism is enough, and if its states do not fit one device, whether one layer does."""
     model, room, best, memory = asked.model, asked.available, found[0].layout, found[0].memory
     if isfinite(room):
         devices = asked.hardware.devices
         plain = Layout(dp=devices, microbatches=max(1, asked.global_batch // devices))
         held = most_at_peak(asked.memory_model.ranks(plain), "none")
         says = f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: "
-        if held > room:
-            divided = best.zero > 0 or best.pp > 1 or best.tp > 1 or best.offload != "none"
-            yield Rule(
-                f"{says}divide states or model.", divided, f"the best plan holds {memory_text(memory)}."
-            )
-        else:
+        divided = best.zero > 0 or best.pp > 1 or best.tp > 1 or best.offload != "none"
+        rule = Rule(f"{says}divide states or model.", divided, f"the best plan holds {memory_text(memory)}.")
+        if held <= room:
             ddp = _first(found, lambda of: of.pp == of.tp == of.cp == 1 and of.zero == 0) or found[0]
-            yield Rule(
-                f"{says}data parallelism is enough.",
-                best.pp == best.tp == best.cp == 1,
-                f"DDP takes {seconds(ddp.seconds)} per step, the best plan {seconds(found[0].seconds)}.",
-            )
+            took = f"DDP takes {seconds(ddp.seconds)} per step, the best plan {seconds(found[0].seconds)}."
+            rule = Rule(f"{says}data parallelism is enough.", best.pp == best.tp == best.cp == 1, took)
+        yield rule
     if per_parameter * model.parameters <= room:
         return
     held = per_parameter * max(model.layer_parameters(first) for first, _ in model.kinds())
+    has = f"the best plan has tp={best.tp}, {{}}ZeRO-{best.zero}."
     if held <= room:
-        yield Rule(
-            f"The largest layer with its states takes {memory_share(held, room)} of a device, so that a pipeline or "
-            "ZeRO is enough, without tensor parallelism.",
-            best.tp == 1,
-            f"the best plan has tp={best.tp}, pp={best.pp}, ZeRO-{best.zero}.",
-        )
-    else:
-        yield Rule(
-            f"The largest layer with its states takes {memory_text(held)} and a device has {memory_text(room)}: divide "
-            "the layer itself, by tensor parallelism or ZeRO.",
-            best.tp > 1 or best.zero > 0,
-            f"the best plan has tp={best.tp}, ZeRO-{best.zero}.",
-        )
+        share = memory_share(held, room)
+        says = f"The largest layer with its states takes {share} of a device, so that a pipeline or ZeRO is enough"
+        yield Rule(f"{says}, without tensor parallelism.", best.tp == 1, has.format(f"pp={best.pp}, "))
+        return
+    says = f"The largest layer with its states takes {memory_text(held)} and a device has {memory_text(room)}: divide"
+    says = f"{says} the layer itself, by tensor parallelism or ZeRO."
+    yield Rule(says, best.tp > 1 or best.zero > 0, has.format(""))
 
 
 def _of_one_node(asked: Workload, found: Sequence[FoundLayout]) -> Iterator[Rule]:
-    """Yield whether links inside the node decide as the guide says, where two ways of dividing fit."""
+    """Yield whether links inside the node decide as the guide says, if two ways of dividing fit."""
     speed = asked.hardware.link.bandwidth / 1e9
     ways = {
         "a pipeline": _first(found, lambda of: of.pp > 1 and of.tp == of.cp == 1 and of.zero < 2),
@@ -126,32 +96,25 @@ def _of_one_node(asked: Workload, found: Sequence[FoundLayout]) -> Iterator[Rule
 
 
 def _of_several_nodes(asked: Workload, found: Sequence[FoundLayout], states: float) -> Iterator[Rule]:
-    """Yield what is better inside a node than across nodes, and what links between them decide, where both ways fit."""
+    """Yield what is better inside a node than across nodes, and what the links between nodes decide."""
     machine, per_node = asked.hardware, asked.hardware.per_node
     if machine.between is None or machine.nodes == 1:
         return
-    yield from _of_two(
-        TP_INSIDE,
-        _first(found, lambda of: of.tp <= per_node),
-        _first(found, lambda of: of.tp > per_node),
-        "with tp={one.tp}, {longer} with tp={other.tp} across nodes.",
-    )
+    told = "with tp={one.tp}, {longer} with tp={other.tp} across nodes."
+    inside = _first(found, lambda of: of.tp <= per_node)
+    yield from _of_two(TP_INSIDE, inside, _first(found, lambda of: of.tp > per_node), told)
     room = per_node * HEADROOM * asked.available
     if states <= room:
-        yield from _of_two(
-            f"The states take {memory_text(states)} and a node has {memory_text(room)}: shard them inside the node.",
-            _first(found, lambda of: 0 < of.sharded * of.tp <= per_node),
-            _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > per_node),
-            "inside, {longer} among all nodes.",
-        )
+        says = f"The states take {memory_text(states)} and a node has {memory_text(room)}: shard them inside the node."
+        inside = _first(found, lambda of: 0 < of.sharded * of.tp <= per_node)
+        among = _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > per_node)
+        yield from _of_two(says, inside, among, "inside, {longer} among all nodes.")
     alone = _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1)
     several = _first(found, lambda of: of.pp > 1)
     speed = machine.between.bandwidth / 1e9
     told = "with ZeRO alone, {longer} with a pipeline, of pp={other.pp}, tp={other.tp} and ZeRO-{other.zero}."
+    says = f"Links of {speed:.0f} GB/s between nodes are fast: ZeRO alone is enough, and needs no new code."
     if speed >= FAST_BETWEEN:
-        says = (
-            f"Links of {speed:.0f} GB/s between nodes are fast: ZeRO alone is enough, and needs no new code."
-        )
         yield from _of_two(says, alone, several, told, ALIKE)
     elif alone and several:
         says = (
@@ -162,16 +125,12 @@ def _of_several_nodes(asked: Workload, found: Sequence[FoundLayout], states: flo
 
 
 def _of_parts(found: Sequence[FoundLayout]) -> Iterator[Rule]:
-    """Yield whether a pipeline is better with ZeRO-1 than with more; and what one device can do by itself, if the best
-    plan does that.
-    """
-    yield from _of_two(
-        "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients and "
-        "weights already: take ZeRO-1.",
-        _first(found, lambda of: of.pp > 1 and of.zero <= 1),
-        _first(found, lambda of: of.pp > 1 and of.zero >= 2),
-        "with ZeRO-{one.zero}, {longer} with ZeRO-{other.zero}.",
-    )
+    """Yield whether ZeRO-1 is best for a pipeline, and what the best plan does that one device can do by itself."""
+    says = "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients"
+    less = _first(found, lambda of: of.pp > 1 and of.zero <= 1)
+    more = _first(found, lambda of: of.pp > 1 and of.zero >= 2)
+    told = "with ZeRO-{one.zero}, {longer} with ZeRO-{other.zero}."
+    yield from _of_two(f"{says} and weights already: take ZeRO-1.", less, more, told)
     best = found[0]
     asked = {"recompute": best.layout.recompute, "offload": best.layout.offload}
     measures = [f"{name}={value!r}" for name, value in asked.items() if value != "none"]
@@ -185,14 +144,14 @@ def _of_parts(found: Sequence[FoundLayout]) -> Iterator[Rule]:
 
 
 def _first(found: Sequence[FoundLayout], wanted: Callable[[Layout], bool]) -> FoundLayout | None:
-    """Return the fastest layout that is as wanted."""
+    """Return the fastest layout that meets a condition."""
     return next((each for each in found if wanted(each.layout)), None)
 
 
 def _of_two(
     says: str, one: FoundLayout | None, other: FoundLayout | None, told: str, alike: float = 1.0
 ) -> Iterator[Rule]:
-    """Yield whether one layout is faster than another, or takes not much longer, where both fit."""
+    """Yield whether one layout is faster than another, or about as fast, if both fit."""
     if one and other:
         words = told.format(one=one.layout, other=other.layout, longer=seconds(other.seconds))
         why = f"at best {seconds(one.seconds)} per step {words}"

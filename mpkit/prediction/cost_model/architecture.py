@@ -8,8 +8,6 @@
 A decoder of a translation model (T5) attends twice, to itself and to the encoder: its layers have `cross` set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -18,22 +16,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """A product of [tokens, k] and [k, n] matrices; or of experts, with one [k, n] matrix each.
+    """A product of [tokens, k] and [k, n] matrices, or of experts that have one [k, n] matrix each."""
 
-    Attributes:
-        name: the weight's role, such as "qkv".
-        k, n: the sizes of the weight.
-        divided: which of them tensor parallelism divides: "n" (by columns), "k" (by rows), "" (none).
-        experts: 0, or the number of experts that have such a weight each.
-        top_k: of these, the number that a token visits.
-    """
-
-    name: str
+    name: str  # the weight's role, such as "qkv"
     k: int
     n: int
-    divided: str = ""
-    experts: int = 0
-    top_k: int = 0
+    divided: str = ""  # what tensor parallelism divides: "n" (columns), "k" (rows) or "" (nothing)
+    experts: int = 0  # the number of experts that have such a weight
+    top_k: int = 0  # the number of experts that a token visits
 
     @property
     def parameters(self) -> int:
@@ -46,38 +36,13 @@ class Matmul:
         return 2.0 * self.k * self.n * max(1, self.top_k)
 
 
-OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "dense", "whole_experts")
-"""The sizes that mean something beside experts only."""
-BARE = "router", "shared up", "shared down"
-"""Products beside experts that have no bias, whatever the model says."""
+OF_EXPERTS = "top_k", "expert_ffn", "shared_ffn", "dense", "whole_experts"  # sizes that only experts have
+BARE = "router", "shared up", "shared down"  # products that have no bias, whatever the model says
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The sizes of a transformer; what is 0 follows from the others.
-
-    Attributes:
-        layers: the number of blocks, l.
-        hidden: the width of the residual stream, h.
-        heads: attention heads, a.
-        kv_heads: key and value heads; 0: as many as heads.
-        ffn: the width inside the MLP; 0: 4 h.
-        vocabulary: V; for a model of images, the classes.
-        gated: whether the MLP has a third matrix that gates.
-        causal: whether a token sees only those before it.
-        tied: whether the head is the embedding.
-        bias: whether products add a bias.
-        positions: learned positions; 0 for none (rotary or ALiBi).
-        head_dim: the width of a head; 0: h / a.
-        patch: numbers per patch of an image, which a product embeds; 0 for tokens.
-        encoder: of the layers, those of an encoder; the others attend to it too (T5).
-        experts, top_k, expert_ffn, shared_ffn, dense: experts per layer, those that a token visits, the width of each,
-            of those that all tokens visit, and the number of first layers without experts.
-        whole_experts: whether tensor parallelism leaves experts whole, as transformers' does in GPT-OSS, but for those
-            that all tokens visit.
-        q_rank, kv_rank, rope_dim, v_dim: the ranks of latent attention, the rotary part and the values' width.
-        qk_norm: whether queries and keys are normalized (Qwen3).
-        name: what it is called.
+    """The sizes of a transformer; a size of 0 follows from the others.
 
     >>> llama = Architecture(32, 4096, 32, kv_heads=8, ffn=14336, vocabulary=128256, gated=True)
     >>> round(llama.parameters / 1e9, 2)
@@ -85,30 +50,30 @@ class Architecture:
     """
 
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int = 0
-    ffn: int = 0
-    vocabulary: int = 0
-    gated: bool = False
-    causal: bool = True
-    tied: bool = False
-    bias: bool = False
-    positions: int = 0
-    head_dim: int = 0
-    patch: int = 0
-    encoder: int = 0
-    experts: int = 0
-    top_k: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    dense: int = 0
-    whole_experts: bool = False
-    q_rank: int = 0
+    hidden: int  # the width of the residual stream, h
+    heads: int  # attention heads, a
+    kv_heads: int = 0  # key and value heads; 0: as many as heads
+    ffn: int = 0  # the width inside the MLP; 0: 4 h
+    vocabulary: int = 0  # V; for a model of images, the classes
+    gated: bool = False  # whether the MLP has a third matrix, which gates
+    causal: bool = True  # whether a token sees only those before it
+    tied: bool = False  # whether the head is the embedding
+    bias: bool = False  # whether products add a bias
+    positions: int = 0  # learned positions; 0: none (rotary or ALiBi)
+    head_dim: int = 0  # the width of a head; 0: h / a
+    patch: int = 0  # numbers per image patch, which a product embeds; 0: tokens
+    encoder: int = 0  # the number of encoder layers; the other layers attend to them too (T5)
+    experts: int = 0  # experts per layer
+    top_k: int = 0  # experts that a token visits
+    expert_ffn: int = 0  # the width of an expert; 0: ffn
+    shared_ffn: int = 0  # the width of the experts that every token visits
+    dense: int = 0  # the number of first layers without experts
+    whole_experts: bool = False  # whether tensor parallelism leaves routed experts whole (GPT-OSS)
+    q_rank: int = 0  # q_rank and kv_rank: the ranks of latent attention
     kv_rank: int = 0
-    rope_dim: int = 0
-    v_dim: int = 0
-    qk_norm: bool = False
+    rope_dim: int = 0  # the rotary part of its queries and keys
+    v_dim: int = 0  # the width of its values
+    qk_norm: bool = False  # whether queries and keys are normalized (Qwen3)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -134,12 +99,8 @@ class Architecture:
                 f"Architecture(hidden={self.hidden}, heads={self.heads}): heads share the hidden size equally, so "
                 "heads divides it; or give head_dim, the width of one head"
             )
-        derived = {
-            "kv_heads": self.heads,
-            "ffn": 4 * self.hidden,
-            "head_dim": self.hidden // self.heads,
-            "v_dim": self.head_dim or self.hidden // self.heads,
-        }
+        width = self.head_dim or self.hidden // self.heads
+        derived = {"kv_heads": self.heads, "ffn": 4 * self.hidden, "head_dim": width, "v_dim": width}
         for name, value in derived.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
@@ -153,7 +114,7 @@ class Architecture:
 
     @property
     def qk_dim(self) -> int:
-        """The width of a query and a key: with latent attention, the rotary part is beside the other."""
+        """The width of a query and a key; in latent attention the rotary part comes on top."""
         return self.head_dim + (self.rope_dim if self.kv_rank else 0)
 
     def attention(self) -> Iterator[Matmul]:
@@ -172,11 +133,7 @@ class Architecture:
         yield Matmul("attention out", a * self.v_dim, h, "k")
 
     def mlp(self, layer: int = 0) -> Iterator[Matmul]:
-        """Yield the products of an MLP's weights, or of the router and the experts.
-
-        Args:
-            layer: the number of the layer; the first `dense` ones have no experts.
-        """
+        """Yield the products of an MLP's weights, or after the first `dense` layers of the router and the experts."""
         h, gate = self.hidden, 2 if self.gated else 1
         if not self.experts or layer < self.dense:
             yield Matmul("mlp up", h, gate * self.ffn, "n")
@@ -195,7 +152,7 @@ class Architecture:
         return self.top_k if self.experts and layer >= self.dense else 0
 
     def matmuls(self, layer: int = 0) -> tuple[Matmul, ...]:
-        """Return the products with weights of a layer."""
+        """Return a layer's products with weights."""
         return _matmuls(self, layer)
 
     # ---- parameters
@@ -212,10 +169,7 @@ class Architecture:
         return sum(m.parameters for m in self.matmuls(layer) if m.experts)
 
     def divided_parameters(self, layer: int = 0) -> int:
-        """Return the parameters of a layer that tensor parallelism divides, without its experts.
-
-        Every rank holds the others whole: norms, routers, and biases of what is divided by rows.
-        """
+        """Return a layer's parameters that tensor parallelism divides, without experts; norms and routers are whole."""
         products = [m for m in self.matmuls(layer) if m.divided and not m.experts]
         biases = sum(m.n for m in products if m.divided == "n" and m.name not in BARE) if self.bias else 0
         return sum(m.parameters for m in products) + biases
@@ -227,12 +181,12 @@ class Architecture:
 
     @property
     def whole_at_edges(self) -> tuple[int, int]:
-        """Of the parameters before the first and after the last layer, those that tensor parallelism leaves whole."""
+        """The parameters before the first and after the last layer that tensor parallelism leaves whole."""
         return self.positions * self.hidden, (1 + self.bias) * self.hidden
 
     @property
     def head_in_layers(self) -> float:
-        """The matrix of the head, its own or the embedding, as a number of layers of the first kind."""
+        """The head's matrix, its own or the embedding, as a number of layers of the first kind."""
         return self.vocabulary * self.hidden / sum(product.parameters for product in self.matmuls(0))
 
     @property
@@ -246,12 +200,8 @@ class Architecture:
         layers = sum(count * self.layer_parameters(layer) for layer, count in self.kinds())
         return self.embedding_parameters + layers + self.head_parameters
 
-    def kinds(self) -> list[tuple[int, int]]:
-        """Return the kinds of layers: the number of the first of a kind, and how many there are.
-
-        >>> Architecture(61, 7168, 128, experts=256, top_k=8, expert_ffn=2048, dense=3).kinds()
-        [(0, 3), (3, 58)]
-        """
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """Return each kind of layer as the number of its first layer and its count: ((0, 3), (3, 58)) with dense=3."""
         return _kinds(self.layers, self.dense, self.encoder)
 
     # ---- FLOPs
@@ -259,16 +209,12 @@ class Architecture:
     def forward_flops(self, sequence: int, *, causal: bool | None = None) -> float:
         """Return the floating-point operations of a forward per sequence: products with weights, attention and head.
 
-        Training takes three times as many, and a fourth share where everything is recomputed.
-
-        Args:
-            sequence: its length in tokens, s.
-            causal: whether to count only what a causal attention needs; None: as the model has it. Model FLOPs
-                utilization is mostly counted with False (Chowdhery et al., "PaLM", 2022, appendix B).
+        Training takes three times as many, and a fourth share where everything is recomputed. `causal` says whether
+        to count only the pairs that a causal attention needs; None: as the model has it. Model FLOPs utilization is
+        mostly counted with False (Chowdhery et al., "PaLM", 2022, appendix B).
         """
         half = 0.5 if (self.causal if causal is None else causal) else 1.0
-        pairs = sequence**2
-        per_layer = 2.0 * pairs * self.heads * (self.qk_dim + self.v_dim) * half
+        per_layer = 2.0 * sequence**2 * self.heads * (self.qk_dim + self.v_dim) * half
         total = 0.0
         for layer, count in self.kinds():
             weights = sum(m.flops for m in self.matmuls(layer)) * sequence
@@ -284,6 +230,6 @@ def _matmuls(model: Architecture, layer: int) -> tuple[Matmul, ...]:
 
 
 @lru_cache(256)
-def _kinds(layers: int, dense: int, encoder: int) -> list[tuple[int, int]]:
+def _kinds(layers: int, dense: int, encoder: int) -> tuple[tuple[int, int], ...]:
     borders = sorted({0, min(dense, layers), min(encoder, layers), layers})
-    return [(start, end - start) for start, end in pairwise(borders)]
+    return tuple((start, end - start) for start, end in pairwise(borders))

@@ -1,16 +1,10 @@
-"""Estimate: a step's time and memory of any plan on any hardware, with the band that the prediction keeps within.
-
-read        the architecture, the machine, the stack and its preset (`mpkit.prediction.cost_model.workload`)
-check       what cannot be: too few devices, heads that do not divide, more stages than layers
-time        layers priced once and composed (`mpkit.prediction.cost_model.step`)
-memory      by rank and category (`mpkit.prediction.cost_model.memory`)
-"""
+"""Estimate: a step's time and memory of any plan on any hardware, with the band that the prediction keeps within."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -26,14 +20,13 @@ from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import real
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
-from mpkit.prediction.cost_model.check import changes, check_plan, checked_layout
 from mpkit.prediction.cost_model.layer import peak_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, MEANING
 from mpkit.prediction.cost_model.preset import FEW, Observation, Preset, preset_for, presets
 from mpkit.prediction.cost_model.stack import Stack, stack_for
 from mpkit.prediction.cost_model.step import StepTime
-from mpkit.prediction.cost_model.workload import Workload, workload_of
+from mpkit.prediction.cost_model.workload import Workload, changes, check_plan, checked_layout, workload_of
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
@@ -41,24 +34,16 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 
-MOST_SAMPLES = 1 << 20
-"""The most samples per micro-batch that `Estimate.largest_microbatch` tries."""
-FOLLOW = "pytorch", "pytorch-fp32"
-"""The stacks whose precision is the plan's, by name."""
+MOST_SAMPLES = 1 << 20  # the most samples per micro-batch that `Estimate.largest_microbatch` tries
+FOLLOW = "pytorch", "pytorch-fp32"  # the stacks whose precision is the plan's, by name
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that makes a plan fit.
-
-    Attributes:
-        plan: the changed plan.
-        change: the change in words.
-        estimate: what it is predicted to take.
-    """
+    """A change that makes a plan fit."""
 
     plan: Plan
-    change: str
+    change: str  # in words
     estimate: Estimate
 
 
@@ -66,24 +51,22 @@ class Remedy:
 class Estimate(Workload, DrawnResult, Answer):
     """The prediction of a step: whether it fits, how long it takes, with its band, and where time and memory go.
 
-    It is true if the plan fits; it prints, and is a picture in a notebook. It has what was asked for, as a `Workload`.
-
-    Attributes:
-        plan: how training is divided.
-        layout: the plan's degrees, with the samples of a micro-batch.
-        step: seconds by stage and by cause.
-        tokens: how many are trained on in all; 0: nobody asks.
+    It is true if the plan fits. It prints, and is a picture in a notebook. Its fields include those of a `Workload`.
     """
 
     plan: Plan
-    layout: Layout
-    step: StepTime = field(repr=False)
-    tokens: float = 0.0
+    layout: Layout  # the plan's degrees, with the samples of a micro-batch
+    tokens: float = 0.0  # how many are trained on in all; 0: not asked for
 
     def __bool__(self) -> bool:
         return self.needed <= self.available
 
     # ---- time
+
+    @cached_property
+    def step(self) -> StepTime:
+        """Seconds by stage and by cause."""
+        return self.time_model.step(self.layout)
 
     @property
     def step_time(self) -> float:
@@ -126,8 +109,7 @@ class Estimate(Workload, DrawnResult, Answer):
         That is the convention of Chowdhery et al., "PaLM", 2022, appendix B. Megatron's published figures count a
         fourth forward where everything is recomputed.
         """
-        forward = self.model.forward_flops(self.sequence, causal=False)
-        flops = 3 * self.global_batch * forward
+        flops = 3 * self.global_batch * self.model.forward_flops(self.sequence, causal=False)
         return flops / self.step_time / self.layout.ranks / 1e12
 
     @property
@@ -159,10 +141,16 @@ class Estimate(Workload, DrawnResult, Answer):
         per_stage = self.layout.ranks // self.layout.pp
         return [memory for memory in self.stage_memory for _ in range(per_stage)]
 
+    @cached_property
+    def _peaks(self) -> list[float]:
+        """Bytes at the peak of a rank of each stage."""
+        ranks = self.memory_model.ranks(self.layout)
+        return [rank.peak(self.layout.recompute, self.layout.offload) for rank in ranks]
+
     @property
     def peak_memory(self) -> float:
         """Bytes at the peak of the rank with most."""
-        return max(sum(memory.values()) for memory in self.stage_memory)
+        return max(self._peaks)
 
     @property
     def needed(self) -> float:
@@ -172,15 +160,14 @@ class Estimate(Workload, DrawnResult, Answer):
     @property
     def fullest(self) -> int:
         """The first rank of the stage that needs most."""
-        held = [sum(memory.values()) for memory in self.stage_memory]
-        return held.index(max(held)) * (self.layout.ranks // self.layout.pp)
+        return self._peaks.index(max(self._peaks)) * (self.layout.ranks // self.layout.pp)
 
     @property
     def largest(self) -> str:
         """The category that takes most on the fullest rank."""
         return max(CATEGORIES, key=self.memory[self.fullest].__getitem__)
 
-    @cached_property
+    @property
     def largest_batch(self) -> int:
         """The largest number of samples per step that fits with the same plan; 0 if not even the smallest does."""
         return self.largest_microbatch * self.layout.dp * self.layout.microbatches
@@ -205,12 +192,9 @@ class Estimate(Workload, DrawnResult, Answer):
         single = list(self._changed_plans(self.plan))
         working = [remedy for remedy in single if remedy.estimate]
         if not working:
-            working = [
-                replace(second, change=f"{first.change}, {second.change}")
-                for first in single
-                for second in self._changed_plans(first.plan)
-                if second.estimate
-            ]
+            pairs = ((first, second) for first in single for second in self._changed_plans(first.plan))
+            fitting = ((first, second) for first, second in pairs if second.estimate)
+            working = [replace(two, change=f"{one.change}, {two.change}") for one, two in fitting]
         return min(working, key=lambda remedy: remedy.estimate.step_time, default=None)
 
     def margin(self, memory: Mapping[str, float]) -> float:
@@ -250,18 +234,15 @@ class Estimate(Workload, DrawnResult, Answer):
         """
         from mpkit.timeline.simulation import followed_by, simulate
 
-        plan = Plan(
-            pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
-            virtual_stages=self.plan.virtual_stages,
-        )  # fmt: skip
+        names = "pp", "schedule", "microbatches", "virtual_stages"
+        shape = {name: getattr(self.plan, name) for name in names}
         forward, backward, beside, hop = self.step.played[4:]
         halves = [time / 2 for time in backward]
         reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
         kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}
         after = [(phase, kinds[phase], time) for phase, time in self.step.after.items() if time]
-        return replace(
-            followed_by(simulate(plan, forward, halves, halves, hop, beside=beside), after), basis=self.basis
-        )
+        pipeline = simulate(Plan(**shape), forward, halves, halves, hop, beside=beside)
+        return replace(followed_by(pipeline, after), basis=self.basis)
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:
         """Return this step with its measured time, for `mk.calibrate`."""
@@ -272,9 +253,8 @@ class Estimate(Workload, DrawnResult, Answer):
     def share_words(self) -> str:
         """What the fullest rank needs of its device's memory, in words."""
         if self.available == inf:
-            return (
-                f"{memory_text(self.needed)}, and the memory of one {self.hardware.device.name} is not known,"
-            )
+            unknown = f"and the memory of one {self.hardware.device.name} is not known,"
+            return f"{memory_text(self.needed)}, {unknown}"
         return memory_share(self.needed, self.available)
 
     @property
@@ -291,9 +271,11 @@ class Estimate(Workload, DrawnResult, Answer):
             most, each = self.largest_batch, self.largest_microbatch
             return f"The largest batch that fits: {most} samples, {each} per micro-batch."
         if self.remedy is None:
+            trained = (self.stack.gradient + self.stack.states) * self.trainable
+            states = self.model.parameters * (self.stack.element + trained)
             return (
-                f"Neither one change nor two make it fit. The states alone are {memory_text(self._states())} over all "
-                f"ranks, which need {-(-self._states() // self.available):.0f} such devices or more."
+                f"Neither one change nor two make it fit. The states alone are {memory_text(states)} over all ranks, "
+                f"which need {-(-states // self.available):.0f} such devices or more."
             )
         took = self.remedy.estimate.step_time
         return (
@@ -313,9 +295,8 @@ class Estimate(Workload, DrawnResult, Answer):
     def __str__(self) -> str:
         low, high = self.band
         name, memory = self.model.name or "the model", self.memory[self.fullest]
-        shares = ", ".join(
-            f"{cause} {percent(part / self.step_time)}" for cause, part in list(self.because.items())[:5]
-        )
+        causes = list(self.because.items())[:5]
+        shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in causes)
         unless = "" if self else ", if it had the memory"
         lines = [
             f"{name} with {self.plan!r} {self.verdict} {self.hardware.name}: {self.share_words} on rank {self.fullest}"
@@ -336,20 +317,14 @@ class Estimate(Workload, DrawnResult, Answer):
         lines += [f"because     {shares}", f"memory      of rank {self.fullest}:"]
         for category in sorted(CATEGORIES, key=lambda each: -memory[each]):
             if memory[category] >= 1 << 20:
-                lines.append(
-                    f"  {memory_text(memory[category], self.needed):>12}  {category}: {MEANING[category]}"
-                )
+                size = memory_text(memory[category], self.needed)
+                lines.append(f"  {size:>12}  {category}: {MEANING[category]}")
         spare = f"{FRAGMENTATION:.0%} of all that, which an allocator reserves beside it"
         lines.append(f"  {memory_text(self.margin(memory), self.needed):>12}  {MARGIN_WORD}: {spare}")
         lines.append(f"preset      {self.preset}")
         lines += [f"{what:<12}{words}" for what, words in self.assumptions.items()]
         lines += [self.remedy_words] if self and self.remedy_words else []
         return "\n".join(wrapped(line, 12 * (line[:1].islower() and line[11:12] == " ")) for line in lines)
-
-    def _states(self) -> float:
-        """Return the bytes of parameters, gradients and states of the whole model."""
-        trained = (self.stack.gradient + self.stack.states) * self.trainable
-        return self.model.parameters * (self.stack.element + trained)
 
     @property
     def assumptions(self) -> dict[str, str]:
@@ -439,11 +414,6 @@ def fits(
 
 
 def estimate_of(asked: Workload, plan: Plan, tokens: float = 0.0) -> Estimate:
-    """Return the estimate of a plan.
-
-    Raises:
-        ValueError: the plan cannot work.
-    """
-    layout = checked_layout(asked, plan)
+    """Return the estimate of a plan; raise ValueError if it cannot work."""
     sizes = {each.name: getattr(asked, each.name) for each in fields(Workload)}
-    return Estimate(**sizes, plan=plan, layout=layout, step=asked.time_model.step(layout), tokens=tokens)
+    return Estimate(**sizes, plan=plan, layout=checked_layout(asked, plan), tokens=tokens)

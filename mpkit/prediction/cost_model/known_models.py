@@ -1,16 +1,14 @@
 """Known models: architectures by name, from a config of transformers, from a model, or from numbers.
 
-`known_models.csv` lists the sizes of the papers and of published configs. A configuration says numbers (`SIZES`); what
-a layer is made of besides follows from its `model_type`: `TRAITS` lists the kinds whose parameters were counted (tests
-compare each with the module of transformers). A configuration of another kind describes a model only where the module
-is there to be counted.
+`known_models.csv` lists the sizes of the papers and of published configs. `configs.toml` lists the kinds of
+configurations whose parameters were counted (tests compare each with the module of transformers); one of another kind
+describes a model only if the module is there to be counted.
 """
-
-from __future__ import annotations
 
 import csv
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -22,47 +20,29 @@ from typing import Any
 from mpkit.common.size_limits import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
 
-ENDING = r"-(instruct|chat|base|hf|uncased|cased|it|v\d+(\.\d+)?)$"
-"""What ids on the Hub add to the name of an architecture."""
-SAME = 0.05
-"""How far a model's number of parameters may be from what its config describes: for heads, poolers and biases."""
+ENDING = r"-(instruct|chat|base|hf|uncased|cased|it|v\d+(\.\d+)?)$"  # what ids on the Hub add to a name
+SAME = 0.05  # how far parameters may be from what a config describes: for heads, poolers and biases
 
 
 @cache
 def known_models() -> Mapping[str, Architecture]:
-    """Return the architectures that have a name.
-
-    >>> round(known_models()["llama3-70b"].parameters / 1e9, 1)
-    70.6
-    """
+    """Return the architectures that have a name."""
     flags = {"gated", "causal", "tied", "bias", "qk_norm"}
     found = {}
     with files("mpkit.prediction.cost_model").joinpath("known_models.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            sizes: dict[str, Any] = {
-                key: bool(int(value or 0)) if key in flags else int(value or 0)
-                for key, value in row.items()
-                if key != "name"
-            }
-            found[row["name"]] = Architecture(**sizes, name=row["name"])
+            name = row.pop("name")
+            sizes: dict[str, Any] = {key: int(value or 0) for key, value in row.items()}
+            sizes |= {key: bool(sizes[key]) for key in flags}
+            found[name] = Architecture(**sizes, name=name)
     return found
 
 
 def architecture_of(model: object, *, trainable: float = 1.0) -> Architecture:
-    """Return the architecture of whatever describes one.
+    """Return the architecture of anything that describes one, as `mk.estimate` takes it.
 
-    Args:
-        model: an `Architecture`; the name of a known one; a mapping of its numbers or of a config.json; the path of a
-            config.json; a config of transformers; or a model that has one, such as mpkit's GPT. A model's parameters
-            are counted, and compared with what its config describes.
-        trainable: the share of the parameters that is trained, as the caller has it.
-
-    Raises:
-        ValueError: nothing of that name is known, the numbers do not describe a transformer, or a model has another
-            number of parameters than its config describes, or frozen ones of which `trainable` does not know.
-
-    >>> architecture_of({"layers": 24, "hidden": 1024, "heads": 16, "vocabulary": 50257}).ffn
-    4096
+    A model's parameters are counted and compared with what its config describes; the caller knows that the share
+    `trainable` of them is trained.
     """
     if isinstance(model, Architecture):
         return model
@@ -123,24 +103,20 @@ def _of_name(model: str) -> Architecture:
 
 
 def _cached_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json of a model on the Hub, if it is in the Hub's cache on this machine."""
+    """Return the config.json of a model if the Hub's cache on this machine has it."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    folder = (
-        Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-        / f"models--{name.replace('/', '--')}"
-        / "snapshots"
-    )
+    hub = os.environ.get("HF_HUB_CACHE", home / "hub")
+    folder = Path(hub, f"models--{name.replace('/', '--')}", "snapshots")
     found = max(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
     sizes = None if found is None else read_json(read_text(found))
     return sizes if isinstance(sizes, dict) else None
 
 
 def _of_mapping(sizes: Mapping[str, Any], *, counted: bool = False) -> Architecture:
-    """Return the architecture of numbers by this kit's names, or by those of a config of transformers."""
+    """Return the architecture of numbers by mpkit's names, or by those of a config of transformers."""
     known = {field.name for field in fields(Architecture)}
     if {"layers", "hidden", "heads"} <= set(sizes):
-        unknown = [key for key in sizes if key not in known]
-        if unknown:
+        if unknown := [key for key in sizes if key not in known]:
             near = get_close_matches(unknown[0], known, 1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(sorted(known))}."
             raise ValueError(f"an Architecture has no {unknown[0]!r}.{hint}")
@@ -155,7 +131,7 @@ def _of_mapping(sizes: Mapping[str, Any], *, counted: bool = False) -> Architect
 
 
 def _compare_counts(model: Any, found: Architecture, trainable: float) -> None:
-    """Raise if the model has other parameters than its config describes, or frozen ones that nothing accounts for."""
+    """Raise if the model's parameters differ from its config's, or if frozen ones are not accounted for."""
     name, psi = type(model).__name__, sum(p.numel() for p in model.parameters())
     if abs(found.parameters - psi) > SAME * psi:
         raise NoArchitecture(
@@ -174,52 +150,9 @@ def _compare_counts(model: Any, found: Architecture, trainable: float) -> None:
 
 # ---- configurations of transformers
 
-TRAITS: Mapping[str, frozenset[str]] = {
-    kind: frozenset(traits.split())
-    for kinds, traits in (
-        ("llama mistral phi3 olmo olmo2 olmo3 granite stablelm glm glm4 seed_oss helium", "gated"),
-        ("mixtral granitemoe olmoe phimoe qwen2_moe deepseek_v2 deepseek_v3 glm4_moe", "gated"),
-        ("gpt_oss", "gated whole_experts"),
-        ("qwen2 exaone4 bitnet", "gated"),
-        ("qwen3 qwen3_moe", "gated qk_norm"),
-        ("gemma gemma2 gemma3_text cohere cohere2 smollm3 ernie4_5", "gated tied"),
-        ("arcee apertus nemotron persimmon", ""),
-        ("gpt_neox gptj codegen phi", "bias"),
-        ("bloom starcoder2", "bias tied"),
-        ("falcon", "tied"),
-        ("gpt2 gpt_neo gpt_bigcode opt biogpt", "bias tied positions"),
-        ("bert roberta distilbert electra", "bias tied positions acausal"),
-        ("t5", "tied"),
-        ("vit", "bias positions acausal"),
-    )
-    for kind in kinds.split()
-}
-"""By model_type, what its numbers do not say.
-
-gated: the MLP has a third matrix. tied: the head is the embedding, unless `tie_word_embeddings` says otherwise.
-bias: products add one. positions: they are learned. acausal: a token sees all others. qk_norm: queries and keys are
-normalized. whole_experts: transformers divides no experts along tp.
-"""
-SIZES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
-    "vocabulary": ("vocab_size",),
-    "positions": ("max_position_embeddings", "n_positions"),
-    "head_dim": ("head_dim", "d_kv"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok",),
-    "expert_ffn": ("moe_intermediate_size",),
-    "shared_ffn": ("shared_expert_intermediate_size",),
-    "dense": ("first_k_dense_replace",),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "v_dim": ("v_head_dim",),
-}
-"""By the name of a size here, its names in configurations."""
+_CONFIGS = tomllib.loads(files("mpkit.prediction.cost_model").joinpath("configs.toml").read_text("utf-8"))
+TRAITS = {kind: set(traits.split()) for traits, kinds in _CONFIGS["traits"].items() for kind in kinds.split()}
+SIZES = {size: names.split() for size, names in _CONFIGS["sizes"].items()}
 
 
 class NoArchitecture(ValueError):
@@ -227,27 +160,14 @@ class NoArchitecture(ValueError):
 
 
 def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architecture:
-    """Return the architecture of a configuration of transformers.
-
-    Args:
-        config: names and values, as in a config.json.
-        counted: whether the module's parameters will be counted, so that a kind that `TRAITS` lacks may be tried.
-
-    Raises:
-        NoArchitecture: the kind has not been counted, or a value makes layers that an `Architecture` cannot describe.
-        ValueError: the numbers do not describe a transformer.
-
-    >>> read_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
-    ...              "n_positions": 1024}).parameters
-    124439808
-    """
+    """Read a configuration of transformers; if the parameters will be `counted`, its kind may lack in `TRAITS`."""
 
     def number(*names: str, default: int = 0) -> int:
         return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
 
     kind = str(config.get("model_type", ""))
-    traits = TRAITS.get(kind, frozenset())
-    sizes = {name: number(*spelt) for name, spelt in SIZES.items()}
+    traits = TRAITS.get(kind, set())
+    sizes: dict[str, Any] = {name: number(*spelt) for name, spelt in SIZES.items()}
     sizes["ffn"] = sizes["ffn"] or 4 * sizes["hidden"]
     _check(config, kind, sizes, counted)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
@@ -271,16 +191,10 @@ def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architec
         sizes["positions"] = (number("image_size", default=224) // max(1, patch)) ** 2 + 1
         sizes["vocabulary"] = len(config.get("id2label") or {})
     activation = str(config.get("hidden_act", config.get("feed_forward_proj", "")))
-    return Architecture(
-        **sizes,
-        gated="gated" in traits or "gated" in activation or (kind not in TRAITS and "silu" in activation),
-        causal="acausal" not in traits,
-        tied=bool(config.get("tie_word_embeddings", "tied" in traits)),
-        bias="bias" in traits,
-        qk_norm="qk_norm" in traits,
-        whole_experts="whole_experts" in traits,
-        name=kind,
-    )
+    gated = "gated" in traits or "gated" in activation or (kind not in TRAITS and "silu" in activation)
+    tied = bool(config.get("tie_word_embeddings", "tied" in traits))
+    sizes |= {name: name in traits for name in ("bias", "qk_norm", "whole_experts")}
+    return Architecture(**sizes, gated=gated, causal="acausal" not in traits, tied=tied, name=kind)
 
 
 def _check(config: Mapping[str, Any], kind: str, sizes: Mapping[str, int], counted: bool) -> None:
@@ -305,7 +219,7 @@ def _check(config: Mapping[str, Any], kind: str, sizes: Mapping[str, int], count
 
 
 def _unlike_layers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what makes layers that differ from each other, or embeddings that differ from layers in width."""
+    """Yield what makes layers differ from each other, or embeddings from layers in width."""
     for name, usual in (
         ("decoder_sparse_step", 1), ("moe_layer_freq", 1), ("interleave_moe_layer_step", 1), ("num_hidden_groups", 0)
     ):  # fmt: skip
@@ -317,9 +231,6 @@ def _unlike_layers(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("embedding_size", "word_embed_proj_dim"):
         if isinstance(config.get(name), int) and config[name] != width:
             yield f"{name}={config[name]}"
-    attention = {str(kind) for kind in config.get("layer_types") or ()} - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if attention:
+    usual_attention = {"full_attention", "sliding_attention"}
+    if attention := {str(kind) for kind in config.get("layer_types") or ()} - usual_attention:
         yield f"layer_types={sorted(attention)!r}"

@@ -12,14 +12,14 @@ A kind of layer is priced once, so that an estimate costs the same for 2 layers 
 Sources: Calculon (Isaev et al., SC 2023) adds the two terms; shapes measured by MooreThreads/SimuMax.
 """
 
-from __future__ import annotations
-
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from math import log
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from mpkit.common.arrays import Numbers, call_distinct, larger, smaller, where
 from mpkit.devices.hardware import Device, Hardware, collective_time
 from mpkit.plan.kinds import CONTIGUOUS
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import OF_MICROBATCH, Layout, remembered
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.trace import Kind
 
@@ -38,12 +38,10 @@ collectives occupy multiprocessors; fitted to all published rows at once."""
 ASYNC = 0.7
 """The share of tensor-parallel communication that remains exposed where it runs beside its product; fitted to the rows
 of nanotron and torchtitan."""
-STREAM = 0.8
-"""The share of the memory's bandwidth that streaming kernels reach."""
+STREAM = 0.8  # the share of the memory's bandwidth that streaming kernels reach
 TILE = 25e-9
 """Seconds per key that a tile of attention takes at least; fitted to attention with few heads on A100 and B200."""
-LAUNCH = 8e-6
-"""Seconds per product of a group that is run one after the other: experts."""
+LAUNCH = 8e-6  # seconds per product of a group that is run one after the other: experts
 CONVERTED = {"tensor": 2.5, "row": 7.0, "block": 2.0, "block128": 2.0}
 """What converting an operand moves, in units of its bytes, by what shares a scale. For a tensor its largest value is
 read before its values, which are written in half as many bytes. A block is scaled as it is read, and written for both
@@ -67,16 +65,11 @@ def overlapped_time(compute: Numbers, communication: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds per micro-batch of a layer, the mean of all kinds.
+    """Seconds per micro-batch of a layer, the mean of all kinds."""
 
-    Attributes:
-        forward, backward: by cause; the backward without what is computed again.
-        last: of the forward, the last product, which recomputation may leave out.
-    """
-
-    forward: Mapping[str, Numbers]
-    backward: Mapping[str, Numbers]
-    last: Numbers
+    forward: Mapping[str, Numbers]  # by cause
+    backward: Mapping[str, Numbers]  # by cause, without what is computed again
+    last: Numbers  # the last product of the forward, which recomputation may leave out
 
     def again(self, recompute: str | NDArray[np.str_]) -> Numbers:
         """Return the seconds of the forward that the backward computes again."""
@@ -95,20 +88,23 @@ class LayerTime:
         return everything if recompute == "full" else everything / int(recompute.removeprefix("every="))
 
 
+class MicroBatchTime(NamedTuple):
+    """Seconds per micro-batch."""
+
+    kind: LayerTime  # of a layer
+    forward: Numbers  # of a layer
+    backward: Numbers  # without what is computed again
+    head: Numbers  # with the loss, forward and backward
+    embedding: Numbers
+
+
 @dataclass(frozen=True)
 class LayerModel:
-    """What is trained, on which machine, with which software, as far as time asks.
-
-    Attributes:
-        model: the architecture.
-        sequence: tokens per sample, s.
-        hardware: the machine; its device's `peak` by dtype counts, not the rate that its best shape reaches.
-        stack, constants: what the software does, and how well.
-    """
+    """A model, a machine and a software stack, priced for time."""
 
     model: Architecture
-    sequence: int
-    hardware: Hardware
+    sequence: int  # tokens per sample, s
+    hardware: Hardware  # whose published peak by dtype counts, not the rate of its best shape
     stack: Stack
     constants: Constants
 
@@ -120,11 +116,15 @@ class LayerModel:
         return peak_of(self.hardware.device, "bfloat16" if self.stack.element == 2 else "float32")
 
     @cached_property
-    def _narrow_peak(self) -> float:
-        return self.hardware.device.peak.get("float4" if self.stack.fp4 else "float8", self.peak)
+    def microbatch(self) -> Callable[[Layout], MicroBatchTime]:
+        """The times of a layout's micro-batch, remembered by the degrees on which they depend."""
+        names = *OF_MICROBATCH, *(["microbatches"] if self.stack.converts_once else [])
+        times = remembered(lambda *values: self._microbatch(Layout.of(names, values)))
+        degrees = attrgetter(*names)
+        return lambda layout: times(*degrees(layout))
 
     def move(self, nbytes: Numbers) -> Numbers:
-        """Return the seconds that streaming kernels take for so many bytes."""
+        """Return the seconds in which streaming kernels move so many bytes."""
         return nbytes / (STREAM * self.hardware.device.bandwidth)
 
     def elementwise(self, nbytes: Numbers) -> Numbers:
@@ -134,12 +134,10 @@ class LayerModel:
     def product(
         self, tokens: Numbers, k: Numbers, n: Numbers, conversions: Numbers | None = None
     ) -> tuple[Numbers, Numbers]:
-        """Return the seconds of the forward, and of the backward's two products.
+        """Return the seconds of the forward of [tokens, k] x [k, n], and of the backward's two products.
 
-        Args:
-            tokens, k, n: the product is of [tokens, k] and [k, n].
-            conversions: how often its weight is converted per micro-batch if the stack computes in 8 or 4 bits; None:
-                this product is in 16 or 32.
+        `conversions` is how often the weight is converted per micro-batch if the stack computes in 8 or 4 bits; None:
+        this product runs in 16 or 32.
         """
         stack, device, flops = self.stack, self.hardware.device, 2.0 * tokens * k * n
         size, matmul, bandwidth = stack.element, self.constants.matmul, self.hardware.device.bandwidth
@@ -156,7 +154,7 @@ class LayerModel:
             return forward, 2 * forward + accumulated
         converted = self.move(CONVERTED[stack.scaling] * size)
         pace, back_pace = PACE.get(stack.scaling, (1.0, 1.0))
-        at_rate = flops / (self._narrow_peak * matmul)
+        at_rate = flops / (device.peak.get("float4" if stack.fp4 else "float8", self.peak) * matmul)
         forward, of_weight = at_rate / pace + moved / 2, at_rate / back_pace + moved / 2
         return (
             forward + converted * (tokens * k + k * n * conversions),
@@ -164,18 +162,16 @@ class LayerModel:
         )
 
     def _attend(self, flops: Numbers, scores: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the seconds of the forward and of the backward of an attention without its weights.
+        """Return the forward and backward seconds of an attention's core.
 
-        Args:
-            flops: of the forward; the half of it if the attention is causal and fused.
-            scores: elements of its s x s scores, all heads and samples of this rank.
+        `flops` are those of the forward, half of them if attention is causal and fused; `scores` counts the elements of
+        the s x s scores of all heads and samples of this rank.
         """
         if self.stack.fused:
             forward, tiles = flops / (self.peak * self.constants.attention), self.sequence * TILE
             return forward + tiles, 2.5 * forward + tiles  # the backward computes the scores again
-        forward = flops / (self.peak * self.constants.matmul) + self.constants.attention * self.move(
-            13 * scores
-        )
+        moved = self.constants.attention * self.move(13 * scores)
+        forward = flops / (self.peak * self.constants.matmul) + moved
         return forward, 2 * forward
 
     # ---- communication
@@ -183,40 +179,40 @@ class LayerModel:
     def collective(
         self, kind: Kind, nbytes: Numbers, layout: Layout, axis: str, n: Numbers = None, calls: Numbers = 1
     ) -> Numbers:  # fmt: skip
-        """Return the seconds that a collective takes along an axis.
+        """Return the seconds of successive collectives along an axis of `Layout.per_node`.
 
-        Args:
-            kind: of the collective.
-            nbytes: its payload, over all calls: what every rank has before a reduce-scatter or after an all-gather.
-            layout, axis: whose group that is; see `Layout.per_node`.
-            n: the ranks, if they are others.
-            calls: calls that the payload is sent in, one after the other.
+        `nbytes` is the payload over all calls: what each rank has before a reduce-scatter or after an all-gather.
         """
-        n, machine = getattr(layout, axis) if n is None else n, self.hardware
-        if isinstance(n, int) and n < 2:
+        n = getattr(layout, axis) if n is None else n
+        if is_zero(nbytes) or (isinstance(n, int) and n < 2):
             return 0.0
-        nodes = larger(1, n // layout.per_node(axis, machine.per_node))
-        took = collective_time(kind, nbytes, n, nodes, machine.link, machine.between, calls)
-        return where(nbytes > 0, took, 0.0)
+        nodes = larger(1, n // layout.per_node(axis, self.hardware.per_node))
+        return self._collective_time(kind, nbytes, n, nodes, calls)
+
+    @cached_property
+    def _collective_time(self) -> Callable[..., Numbers]:
+        inside, between = self.hardware.link, self.hardware.between
+
+        def took(kind: Kind, nbytes: Numbers, n: Numbers, nodes: Numbers, calls: Numbers) -> Numbers:
+            return where(nbytes > 0, collective_time(kind, nbytes, n, nodes, inside, between, calls), 0.0)
+
+        return remembered(took)
 
     def message(self, nbytes: Numbers, crosses: Numbers) -> Numbers:
-        """Return the seconds of a message from one rank to another, perhaps on another node."""
+        """Return the seconds of a message between two ranks, perhaps on different nodes."""
         inside, between = self.hardware.link, self.hardware.between or self.hardware.link
         return where(crosses, between.time(Kind.SEND, nbytes), inside.time(Kind.SEND, nbytes))
 
     # ---- a layer
 
-    def layer(self, layout: Layout) -> LayerTime:
-        """Return the times of a layer, the mean of all kinds."""
+    def _microbatch(self, layout: Layout) -> MicroBatchTime:
         kinds = [(count / self.model.layers, self.kind(first, layout)) for first, count in self.model.kinds()]
-        forward, backward = (
-            {
-                cause: sum(share * getattr(each, side)[cause] for share, each in kinds)
-                for cause in kinds[0][1].forward
-            }
-            for side in ("forward", "backward")
-        )
-        return LayerTime(forward, backward, sum(share * each.last for share, each in kinds))
+        forward = {cause: sum(n * each.forward[cause] for n, each in kinds) for cause in kinds[0][1].forward}
+        backward = {cause: sum(n * each.backward[cause] for n, each in kinds) for cause in forward}
+        kind = LayerTime(forward, backward, sum(share * each.last for share, each in kinds))
+        embedding = self.move(12 * layout.microbatch * self.sequence / layout.cp * self.model.hidden)
+        both = sum(forward.values()), sum(backward.values())
+        return MicroBatchTime(kind, *both, self.head(layout), embedding)
 
     def kind(self, layer: int, layout: Layout) -> LayerTime:
         """Return the times of a layer of one kind, by its number."""
@@ -264,13 +260,10 @@ class LayerModel:
         return sum(self.product(tokens, self.model.hidden, width)) + loss
 
     def _products(self, layer: int, tokens: Numbers, layout: Layout) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the seconds of the products with weights: forward, backward, and of the last one's forward."""
-        forward: Numbers = 0.0
-        backward: Numbers = 0.0
-        last: Numbers = 0.0
-        conversions = (
-            1 / layout.microbatches if self.stack.converts_once else 1.0
-        )  # of a weight, per micro-batch
+        """Return the seconds of products with weights: forward, backward, and the last one's forward."""
+        zeros: tuple[Numbers, Numbers, Numbers] = 0.0, 0.0, 0.0
+        forward, backward, last = zeros
+        conversions = 1 / layout.microbatches if self.stack.converts_once else 1.0  # of a weight
         spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
         for m in self.model.matmuls(layer):
             degree = layout.expert_tp if m.experts else layout.tp
@@ -289,10 +282,10 @@ class LayerModel:
         return forward, backward, last
 
     def _attention(self, layer: int, layout: Layout) -> tuple[Numbers, Numbers]:
-        """Return the seconds of a layer's attentions without their weights, on the rank with most scores.
+        """Return the seconds of a layer's attention cores on the rank with most scores.
 
-        A mask hides scores that are computed where attention is not fused. In a ring of contiguous parts the last
-        rank's tokens see all parts before theirs, and half of their own; in zigzag order all ranks compute the half.
+        A mask hides scores that unfused attention computes anyway. In a ring of contiguous parts, the last rank's
+        tokens see all parts before theirs and half of their own; in zigzag order every rank computes half.
         """
         model = self.model
         scores = layout.microbatch * self.sequence * (self.sequence / layout.cp) * model.heads / layout.tp
@@ -301,18 +294,15 @@ class LayerModel:
         if self.stack.fused and model.causal and layer >= model.encoder:
             share = where(layout.cp_order == CONTIGUOUS, 1 - 0.5 / layout.ring, 0.5)
         attention = self._attend(every * share, scores)
-        if model.encoder and layer >= model.encoder:  # it attends to the encoder too
-            cross = self._attend(every, scores)
-            return attention[0] + cross[0], attention[1] + cross[1]
-        return attention
+        cross = self._attend(every, scores) if model.encoder and layer >= model.encoder else (0.0, 0.0)  # T5
+        return attention[0] + cross[0], attention[1] + cross[1]
 
     def _moved_per_token(self, layer: int, layout: Layout) -> tuple[Numbers, Numbers]:
-        """Return the bytes per token that elementwise operators move in a layer's forward and backward.
+        """Return the bytes per token that a layer's elementwise operators move, forward and backward.
 
-        Tokens are copied into the order of experts and back; on arrival again, where a rank has several experts, but
-        for DeepEP; and in 8 or 4 bits to be padded. Megatron multiplies what an expert's activation returns with the
-        router's weight: without a gate it does so in 32 bits, which moves 12 bytes per element, and 32 in the backward
-        (experts.py).
+        Tokens are copied into the order of experts and back; again on arrival if a rank has several experts, except
+        with DeepEP; and once more to pad them in 8 or 4 bits. Megatron multiplies an expert's output with the router's
+        weight: without a gate it does so in 32 bits, at 12 bytes per element and 32 in the backward (experts.py).
         """
         model, stack, h, visits = self.model, self.stack, self.model.hidden, self.model.visits(layer)
         width = model.ffn / layout.tp
@@ -331,22 +321,20 @@ class LayerModel:
     def _tensor_parallel(self, nbytes: Numbers, layout: Layout) -> Numbers:
         """Return the exposed seconds of what a forward sends; its backward takes as long.
 
-        An all-reduce; with sequence parallelism an all-gather and a reduce-scatter, which together send as much
-        (Korthikanti et al. 2022, section 4.2.2), but without the help of a switch that adds up.
+        With sequence parallelism an all-gather and a reduce-scatter replace the all-reduce and send as much
+        (Korthikanti et al. 2022, section 4.2.2), but a switch that adds up cannot help.
         """
-        whole, gathered, scattered = (
-            self.collective(kind, nbytes, layout, "tp")
-            for kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-        )
         exposed = KAPPA if self.stack.userbuffers else ASYNC if self.stack.async_tp else 1.0
-        return where(layout.sequence_parallel, (gathered + scattered) * exposed, whole)
+        reduce, gather, scatter = Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER
+        whole, *parts = (self.collective(kind, nbytes, layout, "tp") for kind in (reduce, gather, scatter))
+        return where(layout.sequence_parallel, sum(parts) * exposed, whole)
 
     def _context_parallel(self, tokens: Numbers, layout: Layout) -> tuple[Numbers, Numbers]:
-        """Return the exposed seconds that attention to other ranks' tokens takes, forward and backward.
+        """Return the exposed seconds, forward and backward, of attention to other ranks' tokens.
 
-        A ring passes keys and values on, and their gradients too in the backward: half of that runs beside the
-        attention. Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is
-        computed. Together, the ranks of a ring have the heads that Ulysses leaves them.
+        A ring passes keys and values, and in the backward their gradients; half of that runs beside the attention.
+        Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing computes. Together,
+        the ranks of a ring have the heads that Ulysses leaves them.
         """
         model, element, u, r = self.model, self.stack.element, layout.ulysses, layout.ring
         of_keys = model.kv_heads / layout.tp
@@ -358,14 +346,19 @@ class LayerModel:
         return exchanged + passed, exchanged + 2 * passed
 
 
+def is_zero(value: Numbers) -> bool:
+    """Return whether this is a single 0, whose consequences need no computation."""
+    return not isinstance(value, np.ndarray) and value == 0
+
+
 def peak_of(device: Device, dtype: str) -> float:
-    """Return the published peak in FLOP/s; the rate that is known where no peak is."""
+    """Return the published peak in FLOP/s, or the known rate if there is none."""
     return device.peak.get(dtype) or device.rate(dtype)
 
 
 @cache
 def _measured_shapes() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
-    """Return by device and layout the measured shapes, as logarithms, and their share of the peak."""
+    """Return the measured shapes by device and layout, as logarithms, with their share of the peak."""
     out: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
     with files("mpkit.prediction.cost_model").joinpath("kernels.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -380,23 +373,16 @@ def _share(device: str, layout: str, *sizes: float) -> float:
         (sum(abs(log(size) - own) for size, own in zip(sizes, shape, strict=True)), share)
         for *shape, share in _measured_shapes()[device][layout]
     )
-    same = [share for distance, share in near if distance < 1e-9]
-    if same:
+    if same := [share for distance, share in near if distance < 1e-9]:
         return sum(same) / len(same)
     weights = [(1 / (distance + 0.05), share) for distance, share in near[:3]]
     return sum(w * share for w, share in weights) / sum(w for w, _ in weights)
 
 
 def measured_share(device: str, layout: str, m: Numbers, k: Numbers, n: Numbers) -> Numbers:
-    """Return the share of the peak that a product reaches: that of its shape, or of the three nearest, weighted.
+    """Return the share of the peak that [m, k] x [k, n] reaches: that of its shape, or of the three nearest, weighted.
 
-    Args:
-        device: a device of `kernels.csv`.
-        layout: "TN" (forward), "NN" (gradient of the input) or "NT" (gradient of the weight).
-        m, k, n: the product is of [m, k] and [k, n].
-
-    >>> round(measured_share("B200 SXM", "TN", 4096, 8192, 10240), 3)
-    0.645
+    The layout is "TN" (forward), "NN" (gradient of the input) or "NT" (gradient of the weight).
     """
     if not any(isinstance(size, np.ndarray) for size in (m, k, n)):
         return _share(device, layout, m, k, n)

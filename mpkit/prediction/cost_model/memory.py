@@ -20,17 +20,20 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from mpkit.common.arrays import Numbers, larger, smaller, take, where
 from mpkit.devices.hardware import Device
+from mpkit.prediction.cost_model import layout as layouts
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout, Share, Shares, Stage, shares_of, stages_of
+from mpkit.prediction.cost_model.layout import OF_MICROBATCH, Layout, Shares, Stage, remembered
 from mpkit.prediction.cost_model.stack import Stack, workspaces
 
-MEANING = {
+MEANING = {  # of the categories
     "params": "the weights that a rank computes with",
     "grads": "the gradients",
     "optimizer": "the optimizer's states and master weights",
@@ -40,27 +43,18 @@ MEANING = {
     "buffers": "what the framework and libraries keep",
     "context": "the CUDA context and NCCL",
 }
-"""What the categories mean."""
 CATEGORIES = tuple(MEANING)
 
 FRAGMENTATION, MARGIN_WORD = 0.05, "fragmentation"
 """The share of the peak that an allocator reserves beside it, and what it is called."""
 
-GIB = 2**30
-CONTEXT = 1.0 * GIB
-NCCL = 0.5 * GIB
-ON_HOST = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
-"""The categories that are on the host with an offload."""
+CONTEXT, NCCL = 2.0**30, 2.0**29  # bytes
+ON_HOST = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}  # by offload
+_DEGREES = attrgetter(*OF_MICROBATCH)
 
 
 def kept_bytes(how: str, everything: Numbers, border: Numbers, scores: Numbers) -> Numbers:
-    """Return the bytes that are kept, of all that a backward needs, of inputs of layers, and of attention's scores.
-
-    Source: Korthikanti et al. 2022, table 2.
-
-    >>> [kept_bytes(how, 34.0, 2.0, 10.0) for how in ("none", "selective", "every=2", "full")]
-    [34.0, 24.0, 18.0, 2.0]
-    """
+    """Return the bytes kept of all that backwards need, of layers' inputs and of scores (Korthikanti, table 2)."""
     if how == "full":
         return border
     if how == "selective":
@@ -73,143 +67,142 @@ def kept_bytes(how: str, everything: Numbers, border: Numbers, scores: Numbers) 
     return (border + (k - 1) * everything) / k
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """The bytes of a rank, of one layout or of each of many, for any recomputation and offload.
+class RankMemory(NamedTuple):
+    """The bytes of a rank, of one layout or of each of many, for any recomputation and offload."""
 
-    Attributes:
-        held: by category what is always there.
-        converted: what gradients take more for the update.
-        everything, border, scores: what all layers keep of the micro-batches in flight: what their backwards need, of
-            that only the layers' inputs, and only attention's scores.
-        within, largest: the working set of a layer, of whose forward nothing is computed again, or something.
-        head: what the last norm reads, and the head.
-        logits: of the last stage.
-    """
-
-    held: Mapping[str, Numbers]
-    converted: Numbers
-    everything: Numbers
-    border: Numbers
-    scores: Numbers
-    within: Numbers
-    largest: Numbers
-    head: Numbers
-    logits: Numbers
+    held: Mapping[str, Numbers]  # by category, what is always there
+    converted: Numbers  # what gradients take more for the update
+    everything: Numbers  # what all backwards of the micro-batches in flight need
+    border: Numbers  # of that, the layers' inputs
+    scores: Numbers  # of that, attention's scores
+    within: Numbers  # the working set of a layer whose forward is not computed again
+    largest: Numbers  # the same if something of it is
+    head: Numbers  # what the last norm and the head read
+    logits: Numbers  # those of the last stage
 
     def take(self, rows: Numbers) -> RankMemory:
-        """Return that of some of the layouts."""
-        held, *others = vars(self).values()
-        return RankMemory(
-            {name: take(value, rows) for name, value in held.items()}, *(take(each, rows) for each in others)
-        )
+        """Return some of the layouts."""
+        held, *others = self
+        taken = {name: take(value, rows) for name, value in held.items()}
+        return RankMemory(taken, *(take(each, rows) for each in others))
 
     def with_offload(self, offload: str) -> RankMemory:
-        """Return what decides the peak where this is on the host, in as few arrays as that takes."""
+        """Return what decides the peak with this offload, in as few arrays as that takes."""
         held = sum(value for name, value in self.held.items() if name not in ON_HOST[offload])
-        return replace(self, held={"held": held}, head=self.head + self.logits, logits=0.0)
+        return self._replace(held={"held": held}, head=self.head + self.logits, logits=0.0)
 
-    def _moments(self, recompute: str) -> list[dict[str, Numbers]]:
-        """Return what is there at the loss, in a backward and at the update, beside what is always there."""
+    def _activations(self, recompute: str) -> tuple[Numbers, Numbers]:
+        """Return the bytes of activations at the loss and in a backward, the logits left out."""
         kept = kept_bytes(recompute, self.everything, self.border, self.scores)
-        working = self.within if recompute == "none" else self.largest
-        loss = {"activations": kept + self.head, "logits": self.logits}
-        backward = {"activations": kept + working - self.logits, "logits": self.logits}
-        return [loss, backward, {"grads": self.converted}]
+        return kept + self.head, kept + (self.within if recompute == "none" else self.largest) - self.logits
 
-    def peak(self, recompute: str) -> Numbers:
-        """Return the bytes at the peak, with what fragmentation takes; nothing is on the host."""
-        most = reduce(larger, (sum(moment.values()) for moment in self._moments(recompute)))
-        return (sum(self.held.values()) + most) * (1 + FRAGMENTATION)
+    def peak(self, recompute: str, offload: str = "none") -> Numbers:
+        """Return the bytes at the peak."""
+        most = reduce(larger, self._activations(recompute)) + self.logits
+        held = sum([value for name, value in self.held.items() if name not in ON_HOST[offload]])
+        return held + larger(most, self.converted)
 
     def by_category(self, recompute: str, offload: str) -> dict[str, float]:
-        """Return of one layout the bytes at the peak by category."""
-        more = max(self._moments(recompute), key=lambda moment: sum(moment.values()))
+        """Return the bytes at the peak of one layout, by category."""
         held = {name: value for name, value in self.held.items() if name not in ON_HOST[offload]}
+        activations = max(self._activations(recompute))
+        more = {"grads": self.converted}
+        if activations + self.logits >= self.converted:
+            more = {"activations": activations, "logits": self.logits}
         return {name: held.get(name, 0.0) + more.get(name, 0.0) for name in CATEGORIES}
 
 
 def most_at_peak(ranks: Sequence[RankMemory], recompute: str) -> Numbers:
-    """Return the bytes at the peak of the rank with most, with what fragmentation takes; nothing is on the host."""
-    return reduce(larger, (rank.peak(recompute) for rank in ranks))
+    """Return the bytes at the peak of the fullest rank, fragmentation included, with nothing on the host."""
+    return reduce(larger, [rank.peak(recompute) for rank in ranks]) * (1 + FRAGMENTATION)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """What is trained with which software, as far as memory asks.
-
-    Attributes:
-        model: the architecture.
-        sequence: tokens per sample, s.
-        stack: what the software does.
-        device: whose libraries keep workspaces; None: those are left out.
-    """
+    """A model and a software stack, priced for memory."""
 
     model: Architecture
-    sequence: int
+    sequence: int  # tokens per sample, s
     stack: Stack
-    device: Device | None = None
+    device: Device | None = None  # whose libraries keep workspaces; None: leave those out
 
     def stages(self, layout: Layout) -> list[dict[str, float]]:
         """Return the bytes by category at the peak of a rank of each stage of one layout."""
         return [rank.by_category(layout.recompute, layout.offload) for rank in self.ranks(layout)]
 
     def ranks(self, layout: Layout) -> list[RankMemory]:
-        """Return the memory of a rank of each stage, of one layout or of many, whatever they recompute and offload."""
+        """Return the memory of a rank of each stage, of one layout or of many."""
+        stages = layouts.stages_of(self.model, layout)
+        shares = layouts.shares_of(self.model, layout, stages)
+        kinds, border, scores, logits, deferred, within, largest = self._kept(*_DEGREES(layout))
+        logits = logits + smaller(self.stack.deferred, layout.microbatches) * deferred
+        ranks = []
+        for stage, share, held in zip(stages, shares.ranks, self._held(layout, stages, shares), strict=True):
+            everything = stage.live * sum([n * each for n, each in zip(stage.kinds, kinds, strict=True)])
+            alive = stage.layers * stage.live
+            ends = stage.last * (2 * border), stage.last * logits
+            converted = self.stack.converted * share.updated
+            kept = everything, alive * border, alive * scores, within, largest
+            ranks.append(RankMemory(held, converted, *kept, *ends))
+        return ranks
+
+    @cached_property
+    def _kept(self) -> Callable[..., Any]:
+        """What a micro-batch keeps, remembered by the degrees on which it depends."""
         model, stack = self.model, self.stack
-        stages = stages_of(model, layout)
-        shares = shares_of(model, layout, stages)
-        tokens = layout.microbatch * self.sequence / layout.cp
-        border = stack.element * tokens * model.hidden / layout.sequence_parts
-        kinds = [self.activations(first, layout) for first, _ in model.kinds()]
-        of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
-        deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
-        logits = stack.logits * of_vocabulary + smaller(stack.deferred, layout.microbatches) * deferred
-        working = self._gradients_within(tokens, layout), reduce(larger, kinds)
-        scores = self._scores(layout)
-        return [
-            RankMemory(
-                self._held(layout, stage, share, shares),
-                stack.converted * share.updated,
-                stage.live * sum(count * each for count, each in zip(stage.kinds, kinds, strict=True)),
-                stage.layers * stage.live * border,
-                stage.layers * stage.live * scores,
-                *working,
-                stage.last * (2 * border),
-                stage.last * logits,
-            )
-            for stage, share in zip(stages, shares.ranks, strict=True)
-        ]
 
-    def _held(self, layout: Layout, stage: Stage, share: Share, shares: Shares) -> dict[str, Numbers]:
-        """Return the bytes by category that do not grow with the micro-batch."""
-        stack, zero = self.stack, layout.zero
-        ahead = 1 + smaller(layout.prefetch, stage.layers - 1)
-        gathered = (ahead * stack.element + stack.reduced) * shares.layer
-        libraries = workspaces(stack, self.device, grouped=bool(self.model.experts)) if self.device else 0.0
-        on_gpu = self.device is None or not self.device.name.startswith("CPU")
-        return {
-            "params": stack.element * where(zero == 3, share.sharded, share.weights),
-            "grads": stack.gradient * where(zero >= 2, share.updated, share.weights * layout.trainable),
-            "optimizer": stack.states * share.updated,
-            "gathered": where((zero == 3) & (layout.shards > 1), gathered, 0.0),
-            "buffers": self._buffers(layout, stage, share, shares.fullest.weights) + libraries,
-            "context": (CONTEXT + where(layout.ranks > 1, NCCL, 0.0)) * on_gpu,
-        }
+        def kept(*values: Any) -> Any:
+            layout = Layout.of(OF_MICROBATCH, values)
+            tokens = layout.microbatch * self.sequence / layout.cp
+            border = stack.element * tokens * model.hidden / layout.sequence_parts
+            kinds = [self.activations(first, layout) for first, _ in model.kinds()]
+            of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
+            deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
+            working = self._gradients_within(tokens, layout), reduce(larger, kinds)
+            return kinds, border, self._scores(layout), stack.logits * of_vocabulary, deferred, *working
 
-    def _buffers(self, layout: Layout, stage: Stage, share: Share, most: Numbers) -> Numbers:
-        """Return the bytes of buffers that the framework keeps, where the rank with most has so many parameters."""
-        stack, model, several = self.stack, self.model, layout.replicas > 1
+        return remembered(kept)
+
+    def _held(self, layout: Layout, stages: Sequence[Stage], shares: Shares) -> Iterator[dict[str, Numbers]]:
+        """Yield each rank's bytes by category that do not grow with the micro-batch."""
+        stack, zero, several = self.stack, layout.zero, layout.shards > 1
+        of_layer = where((zero == 3) & several, shares.layer, 0.0)
+        libraries, on_gpu, placeholders = self._of_device
+        context = (CONTEXT + where(layout.ranks > 1, NCCL, 0.0)) * on_gpu
+        buffers = self._buffers(layout, shares.fullest.weights) + libraries
+        copies = where(layout.replicas > 1, stack.copies, 0.0)
+        for stage, share in zip(stages, shares.ranks, strict=True):
+            own = copies * share.weights
+            if stack.placeholders:
+                head = stage.last * (self.model.vocabulary * self.model.hidden)
+                own = stack.element * (placeholders + head) / layout.tp
+            ahead = 1 + smaller(layout.prefetch, stage.layers - 1)
+            yield {
+                "params": stack.element * where(zero == 3, share.sharded, share.weights),
+                "grads": stack.gradient * where(zero >= 2, share.updated, share.weights * layout.trainable),
+                "optimizer": stack.states * share.updated,
+                "gathered": (ahead * stack.element + stack.reduced) * of_layer,
+                "buffers": own + buffers,
+                "context": context,
+            }
+
+    @cached_property
+    def _of_device(self) -> tuple[float, bool, int]:
+        """The bytes of libraries' workspaces, whether there is a context, and the elements of all shapes of weights."""
+        products = [product for first, _ in self.model.kinds() for product in self.model.matmuls(first)]
+        shapes = sum({(product.k, product.n): product.k * product.n for product in products}.values())
+        if self.device is None:
+            return 0.0, True, shapes
+        libraries = workspaces(self.stack, self.device, grouped=bool(self.model.experts))
+        return libraries, not self.device.name.startswith("CPU"), shapes
+
+    def _buffers(self, layout: Layout, most: Numbers) -> Numbers:
+        """Return the bytes of the framework's buckets; `most` counts the parameters of the fullest rank."""
+        stack = self.stack
         found: Numbers = 0.0
-        if stack.placeholders:
-            shapes = {(m.k, m.n): m.k * m.n for first, _ in model.kinds() for m in model.matmuls(first)}
-            head = stage.last * (model.vocabulary * model.hidden)
-            found = stack.element * (sum(shapes.values()) + head) / layout.tp
-        elif stack.copies:
-            found = where(several, stack.copies, 0.0) * share.weights
-        elif not stack.bucket_by_replicas:
+        if not (stack.placeholders or stack.copies or stack.bucket_by_replicas):
             bucket = smaller(stack.bucket, stack.reduced * most)
-            found = where(several & (layout.zero < 3), bucket, 0.0)
+            found = where((layout.replicas > 1) & (layout.zero < 3), bucket, 0.0)
         if stack.partition:
             # DeepSpeed reduces from two flat buffers; ZeRO-3 also keeps parameters of as many elements live.
             live = smaller(where(layout.zero == 3, 2 * stack.partition, 0.0), most)
@@ -220,22 +213,15 @@ class MemoryModel:
     # ---- activations
 
     def activations(self, layer: int, layout: Layout) -> Numbers:
-        """Return the bytes that a layer keeps of one micro-batch for its backward, without recomputation.
-
-        >>> paper = MemoryModel(Architecture(48, 6144, 64, bias=True), 2048, Stack("paper", fused=False, dropout=True))
-        >>> s, b, h = 2048, 4, 6144
-        >>> round(paper.activations(0, Layout(microbatch=b)) / (s * b * h * (34 + 5 * 64 * s / h)), 9)
-        1.0
-        """
+        """Return the bytes that a layer keeps of one micro-batch for its backward, without recomputation."""
         model, stack, e, a = self.model, self.stack, self.stack.element, self.model.heads
         tokens = layout.microbatch * self.sequence / layout.cp
         dropped = 1 if stack.dropout else 0
         # Inputs of norms and of products, and dropout masks.
         outside = (4.0 * e + 2 * dropped) * model.hidden
         if model.kv_rank:
-            outside += e * (
-                2 * (model.q_rank + model.kv_rank) + model.rope_dim
-            )  # before and after their norms
+            ranks = 2 * (model.q_rank + model.kv_rank)  # before and after their norms
+            outside += e * (ranks + model.rope_dim)
             inside = e * a * (2 * model.qk_dim + model.v_dim)
         else:
             inside = e * (a + 2 * model.kv_heads) * model.head_dim
@@ -269,7 +255,7 @@ class MemoryModel:
         return tokens * per_score * self.model.heads * self.sequence / layout.tp
 
     def _gradients_within(self, tokens: Numbers, layout: Layout) -> Numbers:
-        """Return the bytes of gradients that are alive within a layer's backward: of the widest part of its MLP."""
+        """Return the bytes of gradients alive within a layer's backward, for the widest part of its MLP."""
         model, gate = self.model, 2 if self.model.gated else 1
         widest: Numbers = 0.0
         for first, _ in model.kinds():

@@ -1,16 +1,10 @@
 """Preset: the constants of a software stack on a device, with what they were fitted on and how far off they are.
 
-    ship         `presets.csv`, which `python -m benchmarks.published FOLDER --write` writes from the rows in FOLDER
-    prior        what is expected of a stack that is not known: the mean of the others
-    observe      a measured step: what was asked for, and how long it took
-    fit          the constants that bring predictions closest to the measurements, in the logarithm; each constant is
-                 held near its prior, so that few steps suffice (ridge regression; Gauss-Newton)
-    leave one    fit without each step in turn and predict it: the error that a new step will have, and the band
-
+`python -m benchmarks.published FOLDER --write` fits `presets.csv` to the measured steps in FOLDER: the constants that
+bring predictions closest to them, in the logarithm. Each is held near its prior, so that few steps suffice (ridge
+regression; Gauss-Newton). Predicting each step from a fit without it gives the error of a new step, and the band.
 At most four constants are fitted: products, attention, traffic, and launches on one node or stragglers on several.
 """
-
-from __future__ import annotations
 
 import csv
 from collections import defaultdict
@@ -30,22 +24,15 @@ from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import PRIOR, Constants, Stack, stacks
 from mpkit.prediction.cost_model.step import StepModel
 
-EAGER = 2.0
-"""How much more eager operators move than well fused ones."""
-
+EAGER = 2.0  # how much more eager operators move than well fused ones
 UNFITTED = 0.25
 """The band of a prediction where nothing was fitted: nine of ten steps of a stack are within it where only the other
 stacks are known (`python -m benchmarks.published`, the line of stacks that are left out)."""
-
 FEW = 8
 """A preset of fewer rows does not know its band by itself: a 90 % quantile needs more errors than those of 5 rows."""
-
-NEAR = 0.05
-"""How far measurements are trusted: 5 %."""
-
+NEAR = 0.05  # how far measurements are trusted: 5 %
 WIDTH = {"matmul": 0.25, "attention": 0.5, "traffic": 0.7, "fixed": 1.0, "straggle": 1.5}
 """How far each constant may lie from its prior, in the logarithm."""
-
 NAMES = tuple(field.name for field in fields(Constants))
 
 
@@ -59,26 +46,16 @@ def _of_logs(logs: np.ndarray) -> Constants:
 
 @dataclass(frozen=True)
 class Preset:
-    """Constants with their origin.
-
-    Attributes:
-        device, stack: what they are for.
-        constants: the constants.
-        fitted: the names of those that were fitted; the others are priors.
-        rows: the number of measured steps that they were fitted on.
-        error: the mean relative error of steps that were left out of the fit.
-        band: the relative error that nine of ten predictions should keep within.
-        sources: where the measured steps are from.
-    """
+    """Constants with their origin: the device and stack that they are for, and the steps that they were fitted to."""
 
     device: str
     stack: str
     constants: Constants
-    fitted: tuple[str, ...]
-    rows: int
-    error: float
-    band: float
-    sources: str = ""
+    fitted: tuple[str, ...]  # the names of the constants that were fitted; the others are priors
+    rows: int  # the number of measured steps
+    error: float  # the mean relative error of steps that were left out of the fit
+    band: float  # the relative error that nine of ten predictions should keep within
+    sources: str = ""  # where the measured steps are from
 
     def __str__(self) -> str:
         values = ", ".join(f"{name} {getattr(self.constants, name):.3g}" for name in self.fitted)
@@ -106,11 +83,7 @@ def presets() -> dict[tuple[str, str], Preset]:
 
 @cache
 def preset_for(device: str, stack: str) -> Preset:
-    """Return the preset of a stack on a device; where nothing was fitted, the prior, with `rows` 0 and a wide band.
-
-    >>> preset_for("H100 SXM", "llm-foundry").band < UNFITTED == preset_for("L40S", "pytorch").band
-    True
-    """
+    """Return the preset of a stack on a device; if nothing was fitted, the prior, with `rows` 0 and a wide band."""
     fitted = presets()
     if (device, stack) in fitted:
         return fitted[device, stack]
@@ -118,13 +91,10 @@ def preset_for(device: str, stack: str) -> Preset:
 
 
 def prior_of(stack: str, known: Iterable[Preset]) -> Constants:
-    """Return what is expected of a stack of which nothing is known but whether its operators are fused.
+    """Return the constants expected of a stack of which nothing is known but whether its operators are fused.
 
-    That is the geometric mean of the known stacks, whatever the device, each stack with the same weight and its devices
-    by the rows that were fitted; eager ones count as if they moved `EAGER` times less.
-
-    >>> round(prior_of("pytorch", presets().values()).matmul, 2)
-    0.65
+    They are the geometric mean of the known stacks on any device. Each stack has the same weight, its devices weigh by
+    their fitted rows, and eager stacks count as if they moved `EAGER` times less.
     """
 
     def eager(name: str) -> np.ndarray:
@@ -146,25 +116,17 @@ def prior_of(stack: str, known: Iterable[Preset]) -> Constants:
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured step.
+    """A measured step."""
 
-    Attributes:
-        name: what it is called in a report.
-        model, layout, sequence, hardware, stack: what ran, where.
-        seconds: what a step took.
-        memory: bytes that the rank with most had allocated at its peak; 0 if unknown.
-        source: where it is from.
-    """
-
-    name: str
+    name: str  # what a report calls it
     model: Architecture
     layout: Layout
     sequence: int
     hardware: Hardware
     stack: Stack
     seconds: float
-    memory: float = 0.0
-    source: str = ""
+    memory: float = 0.0  # bytes that the fullest rank had allocated at its peak; 0: unknown
+    source: str = ""  # where it is from
 
     def predict_seconds(self, constants: Constants) -> float:
         """Return the seconds that these constants predict."""
@@ -173,13 +135,13 @@ class Observation:
 
 
 def _fitted_names(rows: Sequence[Observation]) -> tuple[str, ...]:
-    """Return the names of the constants that these rows can tell apart."""
+    """Return the names of the constants that these rows tell apart."""
     several = any(row.layout.ranks > row.hardware.per_node for row in rows)
     return ("matmul", "attention", "traffic", "straggle" if several else "fixed")
 
 
 def _fit(rows: Sequence[Observation], prior: Constants, names: Sequence[str]) -> Constants:
-    """Return the constants of these names that fit measured steps best; the others are the prior's."""
+    """Return the constants in which these names fit measured steps best and the others are the prior's."""
     widths = np.array([WIDTH[name] for name in names])
     moved = np.array([[each == name for each in NAMES] for name in names])
 
@@ -204,7 +166,7 @@ def _fit(rows: Sequence[Observation], prior: Constants, names: Sequence[str]) ->
 
 
 def left_out(rows: Sequence[Observation], prior: Constants) -> list[float]:
-    """Return each row's relative error where the others alone were fitted."""
+    """Return each row's relative error with the constants fitted to the others."""
     names, errors = _fitted_names(rows), []
     for i, row in enumerate(rows):
         others = [*rows[:i], *rows[i + 1 :]]
@@ -214,11 +176,7 @@ def left_out(rows: Sequence[Observation], prior: Constants) -> list[float]:
 
 
 def preset_of(rows: Iterable[Observation], prior: Constants = PRIOR, name: str = "") -> Preset:
-    """Return the preset of measured steps of one stack on one device.
-
-    Raises:
-        ValueError: there are none, or they are of several stacks or devices.
-    """
+    """Return the preset of measured steps of one stack on one device."""
     steps = list(rows)
     if not steps:
         raise ValueError("there are no measured steps: calibrate([(mk.estimate(...), seconds), ...])")
@@ -239,15 +197,9 @@ def preset_of(rows: Iterable[Observation], prior: Constants = PRIOR, name: str =
 
 
 def _band_of(errors: Sequence[float]) -> float:
-    """Return the band that should cover nine of ten new steps, from the sizes of the errors of steps left out.
-
-    The more steps there are, the closer it is to their 90 % quantile; with less than four it is that of no steps.
-
-    >>> round(_band_of([0.01 * i for i in range(20)]), 3)
-    0.193
-    """
+    """Return the band for nine of ten new steps: with more and more steps left out, the 90 % quantile of errors."""
     n = len(errors)
-    if n < 4:
+    if n < 4:  # as for no steps
         return max(UNFITTED, 1.5 * max(errors))
     quantile = float(np.quantile(np.array(errors), min(1.0, 0.9 * (1 + 1 / n))))
     return max(0.05, quantile * (1 + 1.5 / n))
@@ -293,11 +245,6 @@ def calibrate(steps: Iterable[tuple[Any, float]], *, name: str = "") -> Preset:
 
 
 def _observation_of(step: Any) -> Observation:
-    """Return the observation of a pair of an estimate and its seconds.
-
-    Raises:
-        ValueError: it is none.
-    """
     try:
         guess, seconds = step
         row: Observation = guess.measured(float(seconds))

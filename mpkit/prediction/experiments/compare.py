@@ -1,8 +1,4 @@
-"""Runs that exist already, beside each other.
-
-bubbles    against the number of micro-batches: runs as points, the schedule's formula as a line
-memory     what each rank held when it held most
-"""
+"""Runs that exist already, side by side: bubbles against the number of micro-batches, and memory by rank."""
 
 from __future__ import annotations
 
@@ -26,22 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BubbleCurve(DrawnResult):
-    """Bubbles by micro-batches: prints as a table, and shows itself as points on the formula's line in a notebook.
+    """Bubbles by micro-batches: prints as a table, and shows itself as points on the formula's line in a notebook."""
 
-    Attributes:
-        plan: the plan of the run with the most micro-batches; it has the schedule, p and v of the line.
-        runs: by m, the run's timeline.
-    """
-
-    plan: Plan
-    runs: Mapping[int, Timeline]
+    plan: Plan  # of the run with the most micro-batches; it has the schedule, p and v of the line
+    runs: Mapping[int, Timeline]  # by number of micro-batches, m
 
     def formula(self, m: int) -> float | None:
         """Return the bubble in theory with m micro-batches; None where the papers give none.
 
-        >>> import mpkit as mk
-        >>> mk.experiments.bubble_curve([mk.simulate(mk.Plan.gpipe(4, 8))]).formula(16)
-        0.15789473684210525
+        >>> BubbleCurve(Plan.gpipe(4, 8), {}).formula(2)
+        0.6
         """
         named = isinstance(self.plan.schedule, str)
         exact = replace(self.plan, microbatches=m).bubble_in_theory if named else None
@@ -59,11 +49,10 @@ def bubble_curve(runs: Iterable[HasTimeline]) -> BubbleCurve:
     """Compare the bubbles of runs that differ in their micro-batches with the schedule's formula.
 
     Args:
-        runs: Runs or Timelines of pipelines with the same number of stages; naive model parallelism is a pipeline with
-            m = 1.
+        runs: Runs or Timelines of pipelines with equally many stages; naive model parallelism counts as m = 1.
 
     Raises:
-        ValueError: there is none, one is no pipeline, or they differ in more than the number of micro-batches.
+        ValueError: there is none, one is not a pipeline, or they differ in more than the number of micro-batches.
 
     >>> import mpkit as mk
     >>> print(bubble_curve(mk.simulate(mk.Plan.gpipe(4, m)) for m in (1, 2, 8)))
@@ -99,7 +88,7 @@ def bubble_curve(runs: Iterable[HasTimeline]) -> BubbleCurve:
 
 
 def _shape(plan: Plan) -> tuple[object, ...]:
-    """Return what runs on one curve have in common: with one micro-batch, naive model parallelism is GPipe."""
+    """Return what runs on one curve share; with one micro-batch, naive model parallelism is GPipe."""
     schedule = GPIPE if plan.schedule == NAIVE and plan.microbatches == 1 else plan.schedule
     return schedule, plan.pp, plan.virtual_stages, plan.recompute
 
@@ -109,13 +98,9 @@ def _shape(plan: Plan) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class MemoryByPlan(DrawnResult):
-    """Memory by plan, rank and category: prints as a table, and shows itself as stacked bars in a notebook.
+    """Memory by plan, rank and category: prints as a table, and shows itself as stacked bars in a notebook."""
 
-    Attributes:
-        timelines: the last complete step of each run, by its name.
-    """
-
-    timelines: Mapping[str, Timeline]
+    timelines: Mapping[str, Timeline]  # the last complete step of each run, by its name
 
 
 @public

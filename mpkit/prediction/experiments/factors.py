@@ -1,15 +1,12 @@
 """Factors by which plays are off, and the training that is played with any plan to find them.
 
-Factors: how much longer actions take than a played plan counts for them.
-
     measured    seconds of an action on a rank, from a run or a profile
     counted     seconds of the same action played on tensors without content (`mk.trace_fake`), on an assumed core
     factor      measured / counted; it is applied to the actions of another played plan
 
 So the plan's own code says which operators there are and how they change with the size of a micro-batch, and what was
 measured says how fast they are here. `mk.profile` has factors of the whole model by kind of action, `Run.what_if` has
-one for each action of a step. Both assume two constants, which are fitted on CPU ranks and used for those only: `START`
-and `SPLIT`.
+one for each action of a step. Both assume `START` and `SPLIT`, which are fitted on CPU ranks and used for those only.
 """
 
 from __future__ import annotations
@@ -49,54 +46,43 @@ START = 30e-6
 
 
 def kinds_of(trace: Trace) -> set[Kind]:
-    """Return the kinds of actions that a trace has."""
+    """Return the kinds of actions in a trace."""
     return set(ACTIONS) & {Kind(kind) for rank in trace.ranks for kind in set(rank.ops["kind"].tolist())}
 
 
-def scale_trace(trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind]) -> Trace:
-    """Return the trace with each rank's ops of these kinds taking `factor(rank, kind, ops)` times as long.
+def change_ops(trace: Trace, change: Callable[[int, Array], None]) -> Trace:
+    """Return the trace after `change(rank, ops)` of a copy of each rank's ops."""
+    copies = [replace(rank, ops=rank.ops.copy()) for rank in trace.ranks]
+    for number, rank in enumerate(copies):
+        change(number, rank.ops)
+    return replace(trace, ranks=copies)
 
-    Args:
-        trace: any trace.
-        factor: returns a number for all ops, (n,) of `OP`, or an array with one for each.
-        kinds: kinds of compute.
-    """
-    ranks = []
-    for number, rank in enumerate(trace.ranks):
-        ops = rank.ops.copy()
+
+def scale_trace(trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind]) -> Trace:
+    """Scale the times of a trace's ops of these kinds by `factor(rank, kind, ops)`: a number, or one per op."""
+
+    def scale(rank: int, ops: Array) -> None:
         for kind in kinds:
             mine = ops["kind"] == int(kind)
             if mine.any():
-                ops["cpu"][mine] = ops["cpu"][mine] * factor(number, kind, ops[mine])
-        ranks.append(replace(rank, ops=ops))
-    return replace(trace, ranks=ranks)
+                ops["cpu"][mine] = ops["cpu"][mine] * factor(rank, kind, ops[mine])
+
+    return change_ops(trace, scale)
 
 
 def with_starts(trace: Trace, seconds: float) -> Trace:
-    """Return a played trace in which every operator takes some seconds beside its roofline, until its kernel starts.
+    """Add the seconds in which operators start, which do not shrink with the micro-batch, to a played trace."""
 
-    They do not shrink with the micro-batch, as FLOPs and most bytes do.
-    """
-    ranks = []
-    for rank in trace.ranks:
-        ops = rank.ops.copy()
+    def add(_: int, ops: Array) -> None:
         played = (ops["kind"] < Kind.WAIT) & (ops["value"] > 0)
         ops["cpu"][played] += (ops["value"][played] * seconds * 1e9).astype(ops["cpu"].dtype)
-        ranks.append(replace(rank, ops=ops))
-    return replace(trace, ranks=ranks)
+
+    return change_ops(trace, add)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of one step of a run, for the actions of other plans.
-
-    Attributes:
-        rows: by kind and stage (-1: none), for each rank that has such actions: (2, n), their measured seconds in
-            program order and what is counted for them.
-        stages: by stage of the run, the names of its layers.
-        hardware: the machine of the run, if it has a name.
-        split: how many times as long both halves of a split backward take as the whole one.
-    """
+    """The factors of one step of a run, for the actions of other plans."""
 
     rows: dict[tuple[Kind, int], list[Array]]
     stages: list[list[str]]
@@ -105,13 +91,7 @@ class Factors:
 
     @classmethod
     def from_traces(cls, measured: Trace, step: int, counted: Trace) -> Factors:
-        """Pair the times of a step with what is counted for the same plan.
-
-        Args:
-            measured: the run's trace.
-            step: the number of one of its steps.
-            counted: its plan, played; the last step is taken.
-        """
+        """Pair the times of a step of a run with those counted for its played plan, whose last step is taken."""
         rows: dict[tuple[Kind, int], list[Array]] = {}
         events, last = measured.meta.get("device") in TIMED_BY_EVENTS, last_step(counted)
         for took, counts in zip(measured.ranks, counted.ranks, strict=True):
@@ -146,9 +126,8 @@ class Factors:
                 ranks = holders.get((kind, stage), [])
                 place = (ranks.index(rank), len(ranks)) if rank in ranks else (0, 1)
                 shares = self._shares(counted.meta["stages"][stage] if stage >= 0 else None)
-                pairs = [
-                    share * self._pair(kind, own, place, int(mine.sum())) for own, share in shares.items()
-                ]
+                count = int(mine.sum())
+                pairs = [share * self._pair(kind, own, place, count) for own, share in shares.items()]
                 measured, expected = sum(pairs[1:], pairs[0])
                 factors[mine] = measured / expected
             return factors
@@ -159,10 +138,7 @@ class Factors:
         return replace(scale_trace(counted, factor, kinds_of(counted)), meta=meta)
 
     def _shares(self, names: list[str] | None) -> dict[int, float]:
-        """Return the stages of the run that have any of these layers, each with the share of its own that those are.
-
-        For actions of no stage, such as an update, that is {-1: 1}.
-        """
+        """Return by stage of the run the share of its layers that are among these; {-1: 1} without a stage."""
         if names is None:
             return {-1: 1.0}
         common = {number: len(set(own) & set(names)) for number, own in enumerate(self.stages)}
@@ -170,21 +146,14 @@ class Factors:
         return shares or dict.fromkeys(common, 1.0)
 
     def _pair(self, kind: Kind, stage: int, place: tuple[int, int], count: int) -> Array:
-        """Return (2, count): the times of a stage of the run, measured and counted.
-
-        Args:
-            kind, stage: of the actions.
-            place: which of the ranks that have them, of how many; several of the run's are taken together for it.
-            count: the number of actions wanted.
-        """
+        """Return (2, count): measured and counted times of a stage's actions on a place, (which, of how many) ranks."""
         rows = self.rows.get((kind, stage)) or self.rows.get((LIKE.get(kind, kind), stage))
         if rows is None and kind in BACKWARDS:  # whole in the run and split here, or the other way round
             of_kinds = [self.rows[each, stage] for each in BACKWARDS if (each, stage) in self.rows]
             means = [[row.mean(axis=1, keepdims=True) for row in ranks] for ranks in of_kinds]
-            longer = np.array(
-                [[self.split if kind in HALVES else 1 / self.split], [1.0]]
-            )  # of what was measured
-            rows = [longer * sum(parts[1:], parts[0]) for parts in zip(*means, strict=True)]
+            longer = self.split if kind in HALVES else 1 / self.split  # of what was measured
+            both = np.array([[longer], [1.0]])
+            rows = [both * sum(parts[1:], parts[0]) for parts in zip(*means, strict=True)]
         if not rows:
             return np.ones((2, count))
         which, ranks = place
@@ -211,25 +180,13 @@ def play_training(
     optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None,
     samples: int | None = None, steps: int = 1, cluster: Cluster | None = None,
 ) -> Trace:  # fmt: skip
-    """Play a plan on a copy of a model and of a batch that have no content, on the assumed core of "cpu".
-
-    Args:
-        model, loss, optimizer, max_grad_norm, steps: as for `Cluster.train`.
-        batch: (inputs, targets), of which the shapes count.
-        plan: any plan.
-        samples: play only as many samples of the batch; None: all.
-        cluster: any cluster, whose helper process to use; None: start one.
-
-    Raises:
-        ValueError: the plan does not fit the model or the batch.
-    """
+    """Play a plan on the assumed core of "cpu", with contentless copies of a model and of a batch's first samples."""
     import torch
 
     tensors = (*model.parameters(), *model.buffers())
     empty = deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
-    shapes = tuple(
-        map_tensors(lambda t: torch.empty_like(t[:samples], device="meta"), part) for part in batch
-    )
+    batch = batch if samples is None else first_samples(samples, batch)
+    shapes = tuple(map_tensors(lambda t: torch.empty_like(t, device="meta"), part) for part in batch)
     return trace_fake(
         lambda: empty, plan, batch=shapes, loss=loss, optimizer=optimizer, steps=steps, hardware="cpu",
         max_grad_norm=max_grad_norm, cluster=cluster,
@@ -240,9 +197,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     empty = torch.empty_like(tensor.detach(), device="meta")
-    return (
-        torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-    )
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 def first_samples(samples: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:

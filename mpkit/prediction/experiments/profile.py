@@ -1,19 +1,15 @@
 """Profile: measure a model's step on this machine once, and predict any plan before it runs.
 
-    measure     serial training on this machine, with batches of three sizes in turn: seconds of CPU that the model's
-                forward, backward and update take
-    beside      the same in two replicas at once: ranks on neighbouring cores share caches, memory and clock
-    issue       the CPU of its own thread that a rank spends on each call of a collective and on its payload: over gloo,
-                a reduce-scatter copies it
-    count       the same serial trainings, played on tensors without content (`mk.trace_fake`): what the roofline of an
-                assumed core, and starting each operator, makes of these actions
-    factor      measured / counted, by kind of action and samples of a micro-batch
-    predict     the plan is played, its actions take the factor times what is counted, longer in proportion to the time
-                in which other ranks compute; and the replay adds communication over the loopback link, each rank on a
-                core of its own
-
-So the plan's own code says which operators and messages there are, and this machine says how fast it is. `Run.what_if`
-takes factors from a run of a plan in the same way, with the same two constants: `START` and `SPLIT`.
+measure     serial training on this machine, with batches of three sizes in turn: seconds of CPU that the model's
+            forward, backward and update take
+beside      the same in two replicas at once: ranks on neighbouring cores share caches, memory and clock
+issue       the CPU of its own thread that a rank spends on each call of a collective and on its payload: over gloo,
+            a reduce-scatter copies it
+count       the same serial trainings, played on tensors without content (`mk.trace_fake`)
+factor      measured / counted, by kind of action and samples of a micro-batch
+predict     the plan is played, its actions take the factor times what is counted, longer in proportion to the time
+            in which other ranks compute; and the replay adds communication over the loopback link, each rank on a
+            core of its own
 """
 
 from __future__ import annotations
@@ -30,19 +26,8 @@ from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
 from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
-from mpkit.prediction.experiments.factors import (
-    HALVES,
-    LIKE,
-    SPLIT,
-    START,
-    WHOLE,
-    Array,
-    first_samples,
-    kinds_of,
-    play_training,
-    scale_trace,
-    with_starts,
-)
+from mpkit.prediction.experiments import factors
+from mpkit.prediction.experiments.factors import HALVES, LIKE, SPLIT, START, WHOLE, Array, play_training
 from mpkit.strategies.data.microbatch import batch_size
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import PROFILED
@@ -56,57 +41,40 @@ if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
 
-PARTS = 2, 8, 16
-"""The numbers by which the batch is divided, for the sizes of a micro-batch that are measured."""
-
+PARTS = 2, 8, 16  # what divides the batch, for the sizes of a micro-batch that are measured
 STEPS, ROUNDS = 5, 2
 """Steps of each size one after the other, of which the first warms up; and how often all sizes have their turn, so that
 a machine whose speed drifts slows all of them alike."""
-
 SMALL, LARGE, REPEATS = 1 << 12, 1 << 22, 10
 """Payloads in bytes, of which one costs the call and the other mostly the copy; and the calls of each."""
-
-MEASURED_AS = LIKE | dict.fromkeys(HALVES, Kind.BACKWARD)
-"""The kind of action that is measured for another one."""
-
-BySize = Mapping[Kind, Mapping[int, float]]
-"""Seconds of the whole model's action, by kind and by samples of the micro-batch."""
+MEASURED_AS = LIKE | dict.fromkeys(HALVES, Kind.BACKWARD)  # the kind that is measured for another one
+BySize = Mapping[Kind, Mapping[int, float]]  # seconds of the whole model's action, by samples
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a model's step takes on this machine; `predict` says what a plan would take.
-
-    Attributes:
-        measured: seconds that the whole model's action takes, by kind and by samples in the micro-batch.
-        counted: the seconds that are counted for the same actions.
-        samples: samples of the batch that plans divide.
-        beside: how many times as long an action takes while the other rank computes, by kind; 1 where not measured.
-        issue: seconds of its own CPU that a rank spends on a call and per byte of its payload, by kind.
-    """
+    """What a model's step takes on this machine; `predict` says what a plan would take."""
 
     measured: BySize
-    counted: BySize
-    samples: int
-    beside: Mapping[Kind, float]
-    issue: Mapping[Kind, tuple[float, float]]
+    counted: BySize  # what is counted for the same actions
+    samples: int  # of the batch that plans divide
+    beside: Mapping[Kind, float]  # how many times as long an action takes while another rank computes
+    issue: Mapping[Kind, tuple[float, float]]  # a rank's own CPU seconds per call, and per byte
     _play: Callable[..., Trace] = field(repr=False, compare=False)
 
     def predict(self, plan: Plan, *, cluster: Cluster | None = None) -> Timeline:
-        """Return the predicted step of a plan, each rank on a core of its own, as in `Run.timeline`.
+        """Return the predicted step of a plan for CPU ranks, each on a core of its own, as in `Run.timeline`.
 
-        Args:
-            plan: any plan for CPU ranks.
-            cluster: any cluster, whose helper process to use; None: start one.
+        `cluster` is one whose helper process to use; None: start one.
 
         Raises:
             ValueError: the plan does not fit the model or the batch.
         """
         # ---- count and factor
-        counted = with_starts(self._play(plan, cluster=cluster), START)
+        counted = factors.with_starts(self._play(plan, cluster=cluster), START)
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
-        kinds = kinds_of(counted)
-        trace = scale_trace(counted, lambda rank, kind, ops: self.factor(kind, samples), kinds)
+        kinds = factors.kinds_of(counted)
+        trace = factors.scale_trace(counted, lambda rank, kind, ops: self.factor(kind, samples), kinds)
         trace = _with_issues(trace, kinds, self._issue_seconds)
         # ---- beside
         shares = _share_beside(Timeline.of(trace), kinds)
@@ -114,26 +82,17 @@ class Profile:
         def slow_down(rank: int, kind: Kind, ops: Array) -> float:
             return 1 + (self.beside.get(MEASURED_AS.get(kind, kind), 1.0) - 1) * shares.get((rank, kind), 0.0)
 
-        return replace(Timeline.of(scale_trace(trace, slow_down, kinds)), basis=PROFILED)
+        return replace(Timeline.of(factors.scale_trace(trace, slow_down, kinds)), basis=PROFILED)
 
     def factor(self, kind: Kind, samples: int) -> float:
-        """Return how many times as long as counted an action takes here, for a micro-batch of so many samples.
-
-        Between the sizes that were measured the factor is on the line between theirs.
-        """
-        measured, counted = (
-            self.measured[MEASURED_AS.get(kind, kind)],
-            self.counted[MEASURED_AS.get(kind, kind)],
-        )
+        """Return how many times as long as counted an action takes here, interpolated between the measured sizes."""
+        measured, counted = (times[MEASURED_AS.get(kind, kind)] for times in (self.measured, self.counted))
         sizes = sorted(measured)
         whole = float(np.interp(samples, sizes, [measured[size] / counted[size] for size in sizes]))
         return SPLIT * whole if kind in HALVES else whole
 
     def _issue_seconds(self, kinds: Array, nbytes: Array) -> Array:
-        """Return the seconds of its own CPU that a rank spends on communications, (n,), from kinds and bytes, (n,).
-
-        One whose kind was not measured takes what an all-reduce does.
-        """
+        """Return the seconds of its own CPU that a rank spends on communications, (n,), from kinds and bytes, (n,)."""
         costs = [self.issue.get(Kind(kind), self.issue[Kind.ALL_REDUCE]) for kind in kinds.tolist()]
         calls, per_byte = np.array(costs).reshape(-1, 2).T
         return np.asarray(calls + per_byte * nbytes)
@@ -145,10 +104,8 @@ class Profile:
             ratio = f"; beside another rank x {self.beside[kind]:.2f}" if kind in self.beside else ""
             lines.append(f"  {kind.name.lower():<9} {parts}{ratio}")
         call, per_byte = self.issue[Kind.ALL_REDUCE]
-        lines.append(
-            f"an all-reduce takes {seconds(call)} of its rank's own CPU, and {seconds(1e6 * per_byte)} per MB"
-        )
-        return "\n".join(lines)
+        own = f"{seconds(call)} of its rank's own CPU, and {seconds(1e6 * per_byte)} per MB"
+        return "\n".join([*lines, f"an all-reduce takes {own}"])
 
 
 @public
@@ -188,7 +145,7 @@ def profile(
 
         def measure(plan: Plan, sizes: Collection[int]) -> BySize:
             turns = [size for _ in range(ROUNDS) for size in sizes for _ in range(STEPS)]
-            batches = [first_samples(size, batch) for size in turns]
+            batches = [factors.first_samples(size, batch) for size in turns]
             run = clusters(plan.ranks).train(model, batches, plan, steps=len(turns), show=False, **how).wait()
             return _medians(run.timeline(clock="virtual"), turns)
 
@@ -197,7 +154,7 @@ def profile(
         counted: dict[Kind, dict[int, float]] = {kind: {} for kind in WHOLE}
         for size in sizes:
             trace = play(Plan.serial(), samples=size, cluster=clusters(1))
-            for kind, took in _seconds_by_kind(Timeline.of(with_starts(trace, START))).items():
+            for kind, took in _seconds_by_kind(Timeline.of(factors.with_starts(trace, START))).items():
                 counted[kind][size] = took
         beside, half = {}, samples // 2
         if half:
@@ -213,14 +170,12 @@ def profile(
 
 
 def _medians(timeline: Timeline, turns: Sequence[int]) -> dict[Kind, dict[int, float]]:
-    """Return the median over steps of each kind and size of batch; `turns` are the sizes of the steps."""
+    """Return the median over steps by kind and size of batch; `turns` are the steps' sizes."""
     steps: dict[int, list[dict[Kind, float]]] = {}
     for number, step in enumerate(timeline.steps):
         if number % STEPS:
             steps.setdefault(turns[number], []).append(_seconds_by_kind(timeline, step))
-    return {
-        kind: {size: median(each[kind] for each in some) for size, some in steps.items()} for kind in WHOLE
-    }
+    return {kind: {n: median(each[kind] for each in some) for n, some in steps.items()} for kind in WHOLE}
 
 
 def _seconds_by_kind(timeline: Timeline, step: int = 0) -> dict[Kind, float]:
@@ -234,7 +189,7 @@ def _seconds_by_kind(timeline: Timeline, step: int = 0) -> dict[Kind, float]:
 
 
 def _cpu_of_calls(ctx: Any) -> dict[tuple[Kind, int], float]:
-    """Return the seconds of CPU of this rank's thread per communication, by kind and payload in bytes."""
+    """Return the CPU seconds of this rank's thread per communication, by kind and payload in bytes."""
     import torch
 
     found = {}
@@ -249,7 +204,7 @@ def _cpu_of_calls(ctx: Any) -> dict[tuple[Kind, int], float]:
 
 
 def _calls(comm: Communicator, whole: Tensor) -> dict[Kind, Callable[[], Any]]:
-    """Return what runs each kind of communication with this payload; of a message rank 0 sends it."""
+    """Return a function per kind of communication that runs it with this payload; rank 0 sends the message."""
     part = whole[: len(whole) // 2].clone()
     return {
         Kind.ALL_REDUCE: lambda: comm.all_reduce(whole),
@@ -266,23 +221,16 @@ def _per_byte(small: float, large: float) -> tuple[float, float]:
 
 
 def _with_issues(trace: Trace, kinds: Collection[Kind], issued: Callable[[Array, Array], Array]) -> Trace:
-    """Return the trace with actions that take longer by the communications that are issued within them.
+    """Return the trace in which actions also take `issued(kinds, bytes)` of the communications issued within them."""
 
-    Args:
-        trace: a played plan.
-        kinds: of the actions.
-        issued: the seconds of communications, (n,), from their kinds and bytes, (n,).
-    """
-    ranks = []
-    for rank in trace.ranks:
-        ops = rank.ops.copy()
+    def add(_: int, ops: Array) -> None:
         calls = np.sort(ops[(ops["kind"] >= Kind.SEND) & (ops["lane"] == Lane.COMM)], order="start")
         until = np.concatenate([[0.0], np.cumsum(issued(calls["kind"], calls["bytes"]))])
         actions = np.isin(ops["kind"], list(map(int, kinds)))
         begin, end = (np.searchsorted(calls["start"], ops[at][actions]) for at in ("start", "end"))
         ops["cpu"][actions] += ((until[end] - until[begin]) * 1e9).astype(ops["cpu"].dtype)
-        ranks.append(replace(rank, ops=ops))
-    return replace(trace, ranks=ranks)
+
+    return factors.change_ops(trace, add)
 
 
 # ---- what ranks that compute at the same time take from each other

@@ -1,18 +1,15 @@
 """What if: a run's step, predicted after changes, from the times that the run itself recorded.
 
     changes    what `Run.what_if` is asked, one setting after the other: the speed of the link, the number of ranks
-               along the plan's axis, or any field of the plan. Changes that only work together, such as a schedule and
-               its virtual_stages, count as one
+               along the plan's axis, or any field of the plan. Changes that only work together count as one
     count      a changed plan is played on tensors without content, and so is the run's own (`mk.trace_fake`)
     factor     measured / counted of each action of the run's plan: of each of its last steps (`Factors`)
     predict    the changed plan's actions take the factors times what is counted; a plan that did not change keeps the
                run's records
     replay     each step on the changed link; the one of median length is shown
 
-The played plan says how many operators, bytes and messages there are and in which order, the run how fast they are.
 Assumed: an action's time changes with the size of its micro-batch as the roofline of one core does, beside what each
-operator takes to start; both halves of a split backward take longer than the whole one
-(`mpkit.prediction.experiments.factors`: `START`, `SPLIT`).
+operator takes to start; both halves of a split backward take longer than the whole one (`START`, `SPLIT`).
 """
 
 from __future__ import annotations
@@ -32,13 +29,7 @@ from mpkit.plan.kinds import keywords, real
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
-from mpkit.prediction.experiments.factors import (
-    START,
-    Factors,
-    last_step,
-    play_training,
-    with_starts,
-)
+from mpkit.prediction.experiments.factors import START, Factors, last_step, play_training, with_starts
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.timeline.comparison import ComparedStep, Comparison
 from mpkit.timeline.timeline import Timeline
@@ -50,16 +41,13 @@ if TYPE_CHECKING:
     from mpkit.strategies.job.job import TrainJob
 
 
-STEPS = 9
-"""Steps of the run at most, its last ones, each of which is replayed."""
+STEPS = 9  # steps of the run at most, its last ones, each of which is replayed
 
 BAND = 0.2
 """How far predictions were from real runs at most in `python -m benchmarks costs predicted`, on two busy cores; 8 of
 its 12 changes were within 10 %."""
-
 SHOWN = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "cut", "bucket_mb", "zero", "recompute"}
 """The fields of a plan of which that benchmark changes one."""
-
 
 # ---- the answer
 
@@ -68,18 +56,14 @@ SHOWN = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "cut", "bucke
 class WhatIf(WidgetResult, Answer):
     """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
 
-    Attributes:
-        rows: the run's typical step, and the step after each change on top of those before it, named after the change.
-        plan: the plan with all changes.
-        error: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks costs
-            predicted`, on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on
-            GPUs.
-        played: bytes by rank and category of the run's own plan, played as the changed one is; None if no plan was
-            played. A played rank's buffers include temporaries, which a run does not record: compare `memory` with it.
+    `error` says how far off predictions were at most, as a share of the real run's step: 0 for a replay of the run's
+    own records; None where no runs have shown it, as on GPUs. `played` has the bytes by rank and category of the run's
+    own plan, played as the changed one is, or None if no plan was: compare `memory` with it, since a played rank's
+    buffers include temporaries, which a run does not record.
     """
 
-    rows: tuple[ComparedStep, ...]
-    plan: Plan
+    rows: tuple[ComparedStep, ...]  # the run's typical step; the step after each change, named after it
+    plan: Plan  # with all changes
     error: float | None
     played: list[dict[str, int]] | None
 
@@ -104,10 +88,8 @@ class WhatIf(WidgetResult, Answer):
         """What was measured, and what is assumed."""
         if self.error == 0:
             return Basis("the run's own operations", "each rank on a device of its own, and the link's model")
-        return Basis(
-            "the time of each of the run's actions",
-            "how actions of another size, or a split backward, compare with the measured ones",
-        )
+        assumed = "how actions of another size, or a split backward, compare with the measured ones"
+        return Basis("the time of each of the run's actions", assumed)
 
     @property
     def causes(self) -> list[tuple[str, float]]:
@@ -126,16 +108,8 @@ class WhatIf(WidgetResult, Answer):
 
 
 def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str, Any]) -> WhatIf:
-    """Predict a step of a run after some changes; `Run.what_if` says more.
-
-    Args:
-        run: a run that is over.
-        job: its training.
-        cluster: whose helper process to use; None: start one.
-        changes: what is different, in order.
-    """
-    asked = settings(run.plan, changes)
-    steps = _last_steps(run)
+    """Predict a step of a finished run after some changes, in order; `Run.what_if` says more."""
+    asked, steps = settings(run.plan, changes), _last_steps(run)
     on_gpus = run.trace.meta.get("device") in TIMED_BY_EVENTS
 
     def play(plan: Plan) -> Trace:
@@ -143,15 +117,16 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
         known, key = _PLAYED.setdefault(run, {}), plan.to_json()
         if key not in known:
             what, how = job.what, job.how
+            first = getattr(what.batches, "first", None)  # of a stream, what was read before the start
+            batch = first[0] if first else what.batches.part(0, slice(None))
             counted = play_training(
-                what.model, _first_batch(what.batches), plan, loss=what.loss, optimizer=how.optimizer,
+                what.model, batch, plan, loss=what.loss, optimizer=how.optimizer,
                 max_grad_norm=how.max_grad_norm, steps=2, cluster=cluster,
             )  # fmt: skip
             known[key] = counted if on_gpus else with_starts(counted, START)
         return known[key]
 
-    def typical(setting: ChangedPlan) -> Timeline:
-        """Return the step of median length in a setting."""
+    def typical(setting: ChangedPlan) -> Timeline:  # the step of median length
         if setting.plan == run.plan:
             whole = _replay(run.trace, setting)
             found = [whole.step(number) for number in steps]
@@ -163,26 +138,17 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
 
     rows = tuple(ComparedStep.from_timeline(each.change or "the run", typical(each)) for each in asked)
     played = Timeline.of(play(run.plan)).memory if asked[-1].plan != run.plan else None
-    changed = {
-        each.name
-        for each in fields(Plan)
-        for setting in asked
-        if getattr(setting.plan, each.name) != getattr(run.plan, each.name)
-    }
+    names = [each.name for each in fields(Plan)]
+    changed = {name for one in asked for name in names if getattr(one.plan, name) != getattr(run.plan, name)}
     shown = 0.0 if not changed else BAND if changed <= SHOWN and not on_gpus else None
     return WhatIf(rows, asked[-1].plan, shown, played)
 
 
-_PLAYED: WeakKeyDictionary[Run, dict[str, Trace]] = WeakKeyDictionary()
-"""The plans that were played for a run, by their JSON."""
+_PLAYED: WeakKeyDictionary[Run, dict[str, Trace]] = WeakKeyDictionary()  # by run, and by the plan's JSON
 
 
 def _last_steps(run: Run) -> list[int]:
-    """Return the numbers of the steps to replay.
-
-    Raises:
-        ValueError: the run goes on, or has none.
-    """
+    """Return the numbers of the steps to replay, or raise if the run goes on or has too few."""
     if not run.done:
         raise ValueError("this run goes on; run.wait() waits for its end, and then run.what_if(...) predicts")
     complete = Timeline.of(run.trace, clock="virtual").steps
@@ -194,15 +160,6 @@ def _last_steps(run: Run) -> list[int]:
     return complete[1:][-STEPS:]
 
 
-def _first_batch(batches: Any) -> tuple[Any, Any]:
-    """Return the first batch of a training's data."""
-    if first := getattr(batches, "first", None):  # of a stream, what was read before the start
-        batch: tuple[Any, Any] = first[0]
-    else:
-        batch = batches.part(0, slice(None))
-    return batch
-
-
 # ---- changes
 
 EXAMPLE = 'run.what_if(link=2, microbatches=16, schedule="zb_h1")'
@@ -210,17 +167,11 @@ EXAMPLE = 'run.what_if(link=2, microbatches=16, schedule="zb_h1")'
 
 @dataclass(frozen=True)
 class ChangedPlan:
-    """What a step is predicted for.
+    """A setting in which a step is predicted."""
 
-    Attributes:
-        change: the last change that led to it, in words; "" for the run as it was.
-        plan: the plan.
-        link: how many times as fast messages and collectives are.
-    """
-
-    change: str
+    change: str  # the last change that led to it, in words; "" for the run as it was
     plan: Plan
-    link: float = 1.0
+    link: float = 1.0  # how many times as fast messages and collectives are
 
 
 def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
@@ -230,9 +181,6 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
     ['', 'link x2', 'schedule zb_h1', 'cut balanced']
     >>> settings(Plan.gpipe(2, 4), {"ranks": 4})[-1].plan
     Plan(pp=4, schedule='gpipe', microbatches=4)
-
-    Raises:
-        ValueError: there are no changes, no such one, or the plan would not work.
     """
     _check_names(changes)
     found, waiting, failed = [ChangedPlan("", plan)], {}, None
@@ -288,7 +236,7 @@ def _apply_changes(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPl
 
 
 def _degree_of(plan: Plan, ranks: Any) -> dict[str, int]:
-    """Return the degree that makes the plan take so many ranks: of the axis that has several, dp if more have."""
+    """Return the degree that makes the plan take so many ranks: of the only axis with several, or else of dp."""
     degrees = {axis: getattr(plan, axis) for axis in ("pp", "dp", "tp", "cp")}
     several = [axis for axis, degree in degrees.items() if degree > 1]
     axis = several[0] if len(several) == 1 else "dp"
@@ -313,14 +261,7 @@ def _replay(trace: Trace, setting: ChangedPlan) -> Timeline:
 
 
 def faster(machine: Hardware, factor: float) -> Hardware:
-    """Return a machine on whose links every message and collective takes 1/factor of the time.
-
-    >>> from mpkit.devices.catalogue import hardware
-    >>> from mpkit.trace import Kind
-    >>> before, after = hardware("cpu"), faster(hardware("cpu"), 2)
-    >>> before.time(Kind.ALL_REDUCE, 1e6, [0, 1]) / after.time(Kind.ALL_REDUCE, 1e6, [0, 1])
-    2.0
-    """
+    """Return a machine on whose links every message and collective takes 1/factor of the time."""
 
     def speed_up(link: Link) -> Link:
         return replace(
@@ -329,6 +270,5 @@ def faster(machine: Hardware, factor: float) -> Hardware:
         )  # fmt: skip
 
     between = None if machine.between is None else speed_up(machine.between)
-    return replace(
-        machine, name=f"{machine.name}, link x{factor:g}", link=speed_up(machine.link), between=between
-    )
+    name = f"{machine.name}, link x{factor:g}"
+    return replace(machine, name=name, link=speed_up(machine.link), between=between)
