@@ -1,7 +1,5 @@
 """What holds for every test: which are soak by name, how long one may take, the doctests' fork server."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 
-from mpkit.launch.process.fork_server_client import ForkServerClient
+from mpkit.launch.process.fork_server import ForkServerClient
 from tests import limits
 
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]

@@ -4,8 +4,6 @@ An action takes the time of its FLOPs on a device of 1 GFLOP/s, and whatever has
 data. The link is free if no other one is given. (Within an action, calls lie where they were measured.)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mpkit as mk

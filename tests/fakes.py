@@ -4,8 +4,6 @@ communication, actions    what a rank asked for, and what it did
 check_same                both are the same
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ Each is a function of no or few arguments, named as it is drawn. Those in `ORDIN
 the others may be refused. A rank imports this module, so it is light.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Only a test that fails waits this long, so the limits are generous. `MPKIT_TEST_
 slow machine. That something is quick is shown by a benchmark, never by a limit.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import time

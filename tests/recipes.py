@@ -1,7 +1,5 @@
 """Optimizers, losses and data that ranks are given; a rank imports the module that they are from: this one is light."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

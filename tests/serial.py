@@ -7,8 +7,6 @@ same           a run's losses and weights are these
 check_equal    both: training by a plan equals serial training
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,15 +116,9 @@ def same(run: Run, losses: list[float], weights: dict[str, Tensor], *, rtol: flo
 
 
 def check_equal(
-    train: Train,
-    model: nn.Module,
-    data: Any,
-    plan: mk.Plan,
-    *,
-    microbatches: int = 1,
-    steps: int = 5,
+    train: Train, model: nn.Module, data: Any, plan: mk.Plan, *, microbatches: int = 1, steps: int = 5,
     **how: Any,
-) -> Run:
+) -> Run:  # fmt: skip
     """Losses and weights after training by `plan` are those of serial training, in so many micro-batches."""
     exact = next(model.parameters()).dtype == torch.float64
     losses, weights = serial(model, data, microbatches=microbatches, steps=steps, **how)

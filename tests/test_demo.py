@@ -1,7 +1,5 @@
 """The main job, small: what `make demo` prints and leaves."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -25,13 +23,8 @@ def demo(tmp_path: Path, clusters: Clusters, monkeypatch: pytest.MonkeyPatch) ->
     """Make a small demo on the shared clusters."""
     monkeypatch.setattr("mpkit.cli.demo.Cluster", lambda ranks, device: nullcontext(clusters(ranks)))
     small: dict[str, Any] = {
-        "device": "cpu",
-        "layers": 4,
-        "width": 32,
-        "length": 16,
-        "batch": 16,
-        "plain": True,
-    }
+        "device": "cpu", "layers": 4, "width": 32, "length": 16, "batch": 16, "plain": True,
+    }  # fmt: skip
 
     def make(**given: Any) -> Demo:
         console = Console(file=io.StringIO(), width=300)

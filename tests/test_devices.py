@@ -1,7 +1,5 @@
 """Which rank gets which device, and what ops and collectives cost there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,70 +33,58 @@ def machine(gpus: list[LocalDevice], **environment: str) -> Callable[[str], Inve
 FOUR = machine(A100)
 
 
-@pytest.mark.parametrize(
-    ("devices", "ranks", "numbers", "count"),
-    [
-        ([2, 0], None, (2, 0), 2),
-        (3, None, (3,), 1),
-        ("cuda:1", None, (1,), 1),
-        ("cuda:1", 3, (1,), 3),
-        ("cuda:3, cuda:0", None, (3, 0), 2),
-        ("2,0", None, (2, 0), 2),
-        (["cuda:1", 2], None, (1, 2), 2),
-        ("cuda", None, (0, 1, 2, 3), 4),
-        ("gpu:1", None, (1,), 1),
-        (range(4), 8, (0, 1, 2, 3), 8),
-        ([torch.device("cuda", 1), torch.device("cuda:0")], None, (1, 0), 2),
-        ([0, 0], None, (0, 0), 2),
-    ],
-)
+@pytest.mark.parametrize(("devices", "ranks", "numbers", "count"), [
+    ([2, 0], None, (2, 0), 2),
+    (3, None, (3,), 1),
+    ("cuda:1", None, (1,), 1),
+    ("cuda:1", 3, (1,), 3),
+    ("cuda:3, cuda:0", None, (3, 0), 2),
+    ("2,0", None, (2, 0), 2),
+    (["cuda:1", 2], None, (1, 2), 2),
+    ("cuda", None, (0, 1, 2, 3), 4),
+    ("gpu:1", None, (1,), 1),
+    (range(4), 8, (0, 1, 2, 3), 8),
+    ([torch.device("cuda", 1), torch.device("cuda:0")], None, (1, 0), 2),
+    ([0, 0], None, (0, 0), 2),
+])  # fmt: skip
 def test_devices_as_people_write_them(
     devices: object, ranks: int | None, numbers: tuple[int, ...], count: int
 ) -> None:
     assert choose(devices, ranks, FOUR) == DeviceChoice("cuda", numbers, count)
 
 
-@pytest.mark.parametrize(
-    ("devices", "ranks", "words"),
-    [
-        (
-            [4],
-            None,
-            r"names cuda:4, and torch sees 4: cuda:0 to cuda:3 \(no variable is set.*such as devices=\[0, 1\]",
-        ),
-        ([-1], None, "-1 is no device"),
-        ([True], None, "True is no device"),
-        ([1.0], None, "1.0 is no device"),
-        ("cuba:0", None, "did you mean 'cuda'"),
-        ("cuda:x", None, "'cuda:x' is no device"),
-        ([], None, "names no device"),
-        ("", None, "names no device"),
-        (["cuda:0", "cpu"], None, "mixes cuda and cpu"),
-        ([0, 1, 2], 2, "names 3 devices for ranks=2"),
-        ("xpu:0", None, "torch sees no xpu device here, it sees cuda"),
-        ("mps", None, "torch sees no mps device"),
-    ],
-)
+@pytest.mark.parametrize(("devices", "ranks", "words"), [
+    (
+        [4],
+        None,
+        r"names cuda:4, and torch sees 4: cuda:0 to cuda:3 \(no variable is set.*such as devices=\[0, 1\]",
+    ),
+    ([-1], None, "-1 is no device"),
+    ([True], None, "True is no device"),
+    ([1.0], None, "1.0 is no device"),
+    ("cuba:0", None, "did you mean 'cuda'"),
+    ("cuda:x", None, "'cuda:x' is no device"),
+    ([], None, "names no device"),
+    ("", None, "names no device"),
+    (["cuda:0", "cpu"], None, "mixes cuda and cpu"),
+    ([0, 1, 2], 2, "names 3 devices for ranks=2"),
+    ("xpu:0", None, "torch sees no xpu device here, it sees cuda"),
+    ("mps", None, "torch sees no mps device"),
+])  # fmt: skip
 def test_devices_that_cannot_be(devices: object, ranks: int | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         choose(devices, ranks, FOUR)
 
 
-@pytest.mark.parametrize(
-    ("kind", "environment", "decided"),
-    [
-        ("xpu", {"ZE_AFFINITY_MASK": "0"}, "ZE_AFFINITY_MASK=0"),
-        ("cuda", {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, "HIP_VISIBLE_DEVICES=0, ROCR_"),
-        ("hpu", {"CUDA_VISIBLE_DEVICES": "0"}, "no variable is set"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "environment", "decided"), [
+    ("xpu", {"ZE_AFFINITY_MASK": "0"}, "ZE_AFFINITY_MASK=0"),
+    ("cuda", {"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, "HIP_VISIBLE_DEVICES=0, ROCR_"),
+    ("hpu", {"CUDA_VISIBLE_DEVICES": "0"}, "no variable is set"),
+])  # fmt: skip
 def test_other_accelerators_name_their_variables(
     kind: str, environment: dict[str, str], decided: str
 ) -> None:
     assert unnamed_devices(kind, 2, environment).decided_by.startswith(decided)
-
-
-# ---------------------------------------------------------------- clusters
 
 
 def test_a_cluster_on_gpus_prints_who_is_where_and_which_variable_decided(
@@ -201,14 +187,11 @@ def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
     assert mesh.order("pp") == mesh.order() == tuple(range(8))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("8x-h10", "'8x-h10'.*'8x-h100-pcie'.*mpkit.hardware"),
-        ("abacus", "none of that name"),
-        (8, "give a name"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("8x-h10", "'8x-h10'.*'8x-h100-pcie'.*mpkit.hardware"),
+    ("abacus", "none of that name"),
+    (8, "give a name"),
+])  # fmt: skip
 def test_machines_that_there_are_not(name: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mk.hardware(name)  # type: ignore[call-overload]

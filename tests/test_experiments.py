@@ -1,7 +1,5 @@
 """What is measured or played of a model: a profile, a scaling, and the Hugging Face guide's experiment."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory of a model by strategy, beside the formulas; and what a rank that runs out of it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.launch.failure import out_of_memory_text
-from mpkit.prediction.experiments.memory_by_strategy import formula, states_of
+from mpkit.prediction.experiments.by_strategy import formula, states_of
 from mpkit.trace import CATEGORIES, Trace
 from tests.recipes import adamw
 from tests.serial import Clusters

@@ -1,7 +1,5 @@
 """What a user sees of a mistake: their own line, a sentence, and something to paste."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback
@@ -34,22 +32,16 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-# ---------------------------------------------------------------- calls
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mk.Plan.gpipe(4, microbatch=8), r"did you mean microbatches=8\? Such as:\n    Plan.gpipe"),  # type: ignore[call-arg]
-        (lambda: mk.Plan.gpipe(4), r"Plan.gpipe\(\) lacks microbatches"),  # type: ignore[call-arg]
-        (lambda: mk.Plan.gpipe(4, chunks=8), "microbatches= is what GPipe.* call chunks"),  # type: ignore[call-arg]
-        (lambda: mk.Plan(chunks=8), "microbatches= is what GPipe"),  # type: ignore[call-arg]
-        (lambda: mk.Plan.ddp(4, gradient_accumulation_steps=4), "steps of gradient accumulation"),
-        (lambda: mk.Plan.gpipe(4, 8, "full"), "takes 2 arguments by position and was given 3"),  # type: ignore[misc]
-        (lambda: mk.Plan.dp(), r"Plan.dp\(\) lacks replicas"),
-        (lambda: mk.Cluster(), r"mk.Cluster\(\) lacks ranks. Such as:\n    mk.Cluster\(ranks=4\)"),  # type: ignore[call-arg]
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: mk.Plan.gpipe(4, microbatch=8), r"did you mean microbatches=8\? Such as:\n    Plan.gpipe"),  # type: ignore[call-arg]
+    (lambda: mk.Plan.gpipe(4), r"Plan.gpipe\(\) lacks microbatches"),  # type: ignore[call-arg]
+    (lambda: mk.Plan.gpipe(4, chunks=8), "microbatches= is what GPipe.* call chunks"),  # type: ignore[call-arg]
+    (lambda: mk.Plan(chunks=8), "microbatches= is what GPipe"),  # type: ignore[call-arg]
+    (lambda: mk.Plan.ddp(4, gradient_accumulation_steps=4), "steps of gradient accumulation"),
+    (lambda: mk.Plan.gpipe(4, 8, "full"), "takes 2 arguments by position and was given 3"),  # type: ignore[misc]
+    (lambda: mk.Plan.dp(), r"Plan.dp\(\) lacks replicas"),
+    (lambda: mk.Cluster(), r"mk.Cluster\(\) lacks ranks. Such as:\n    mk.Cluster\(ranks=4\)"),  # type: ignore[call-arg]
+])  # fmt: skip
 def test_a_call_that_does_not_fit_is_answered_with_one_that_does(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(mk.errors.ArgumentError, match=says) as caught:
         make()
@@ -95,10 +87,7 @@ def test_a_batch_seed_fits_a_generator() -> None:
         mk.Batches([(X[0], Y[0])] * 4, 2, seed=2**63)
 
 
-# ---------------------------------------------------------------- tracebacks
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folded() -> Iterator[None]:
     """Tracebacks as users see them, whatever was asked for before."""
     show_internals(False)
@@ -124,7 +113,6 @@ class Unwilling(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.usefixtures("folded")
 def test_a_traceback_ends_at_the_users_line(clusters: Clusters) -> None:
     cluster = clusters(2)
     for call in (
@@ -145,7 +133,6 @@ def test_a_traceback_ends_at_the_users_line(clusters: Clusters) -> None:
         assert f"{Path(mk.__file__).parent}/" not in shown
 
 
-@pytest.mark.usefixtures("folded")
 def test_a_mistyped_name_is_answered_at_the_users_line() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'chek'\. Did you mean mk\.check\?") as caught:
         _ = (lambda: mk.chek)()
@@ -153,7 +140,6 @@ def test_a_mistyped_name_is_answered_at_the_users_line() -> None:
     assert not hasattr(mk, "zzz")
 
 
-@pytest.mark.usefixtures("folded")
 def test_the_ranks_own_traceback_has_the_users_frames(clusters: Clusters) -> None:
     run = clusters(2).train(Unwilling(), [(X, Y)], mk.Plan.ddp(2), **HOW)
     for _ in range(2):  # raised again it is as short
@@ -165,7 +151,6 @@ def test_the_ranks_own_traceback_has_the_users_frames(clusters: Clusters) -> Non
     assert "_call_impl" in caught.value.traceback, "all of it is there to look up"
 
 
-@pytest.mark.usefixtures("folded")
 def test_a_mistake_of_mpkit_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise AttributeError("a bug")
@@ -177,7 +162,6 @@ def test_a_mistake_of_mpkit_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPa
     assert "__post_init__" in places(caught.value)
 
 
-@pytest.mark.usefixtures("folded")
 def test_raise_from_and_handling_go_on_as_ever() -> None:
     with pytest.raises(RuntimeError) as caught:
         try:
@@ -225,19 +209,16 @@ def test_the_words_of_a_plan_mean_the_same_in_any_order(words: list[str], shuffl
     assert meaning(words) == meaning(other)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("demmo", "mpkit: There is no demmo: did you mean demo?"),
-        ("quux", "mpkit: There is no quux: there are demo, watch, launch, open,"),
-        ("fits --modle gpt2", "mpkit fits: There is no --modle: did you mean --model?\nSuch as:\n  mpkit fits --model"),
-        ("watch --rnks 2 train.py", "There is no --rnks: did you mean --ranks?"),
-        ("estimate --model gpt2 --plan ddp --hardware 4x-a10g --json", "There is no --json: there are -h, --help, --"),
-        ("advise --model gpt2 --hardware 4x-a10g", "required: --global-batch\nSuch as:\n  mpkit advise --model"),
-        ("watch --ranks two train.py --lr 0.1", "mpkit watch: argument --ranks: invalid int value: 'two'"),
-        ("launch --gpus", "argument --gpus: expected one argument\nSuch as:\n  mpkit launch --nodes 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "says"), [
+    ("demmo", "mpkit: There is no demmo: did you mean demo?"),
+    ("quux", "mpkit: There is no quux: there are demo, watch, launch, open,"),
+    ("fits --modle gpt2", "mpkit fits: There is no --modle: did you mean --model?\nSuch as:\n  mpkit fits --model"),
+    ("watch --rnks 2 train.py", "There is no --rnks: did you mean --ranks?"),
+    ("estimate --model gpt2 --plan ddp --hardware 4x-a10g --json", "There is no --json: there are -h, --help, --"),
+    ("advise --model gpt2 --hardware 4x-a10g", "required: --global-batch\nSuch as:\n  mpkit advise --model"),
+    ("watch --ranks two train.py --lr 0.1", "mpkit watch: argument --ranks: invalid int value: 'two'"),
+    ("launch --gpus", "argument --gpus: expected one argument\nSuch as:\n  mpkit launch --nodes 2"),
+])  # fmt: skip
 def test_a_command_line_with_a_mistake_is_answered_with_one_that_works(
     arguments: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,19 +272,16 @@ def test_a_call_answers_for_its_arguments(name: str, monkeypatch: pytest.MonkeyP
                 assert re.search(rf"{name}|argument", str(error)), (before, weird, str(error))
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mk.Plan(cp=4, cp_method=()), r"Did you mean Plan\(cp=4\)"),
-        (lambda: mk.Plan(cp=4, cp_method=(None, 2)), r"Did you mean Plan\(cp=4\)"),
-        (lambda: mk.hardware("h100", nodes=2, nic=[1]), "nic=25"),  # type: ignore[call-overload]
-        (lambda: mk.advise("gpt2", "h100", global_batch=8, sequence=64, by="cost", price="2"), "price=2.5"),  # type: ignore[arg-type]
-        (
-            lambda: mk.estimate("gpt2", mk.Plan(), "h100", global_batch=8, sequence=64, preset="x"),
-            "mk.calibrate",
-        ),  # type: ignore[arg-type]
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: mk.Plan(cp=4, cp_method=()), r"Did you mean Plan\(cp=4\)"),
+    (lambda: mk.Plan(cp=4, cp_method=(None, 2)), r"Did you mean Plan\(cp=4\)"),
+    (lambda: mk.hardware("h100", nodes=2, nic=[1]), "nic=25"),  # type: ignore[call-overload]
+    (lambda: mk.advise("gpt2", "h100", global_batch=8, sequence=64, by="cost", price="2"), "price=2.5"),  # type: ignore[arg-type]
+    (
+        lambda: mk.estimate("gpt2", mk.Plan(), "h100", global_batch=8, sequence=64, preset="x"),
+        "mk.calibrate",
+    ),  # type: ignore[arg-type]
+])  # fmt: skip
 def test_keywords_of_another_type_are_answered_with_what_works(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()

@@ -1,7 +1,5 @@
 """Models are chains, cut where it is best; structures of every kind are taken apart and put together again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from types import MappingProxyType, SimpleNamespace
@@ -118,11 +116,9 @@ class More:
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
-    "named tuple": (Pair(ONE, 1), lambda v: v.x),
-    "frozen dataclass": (FrozenData(ONE), lambda v: v.x),
-    "dataclass": (More(ONE), lambda v: v.more),
-    "torch's": (torch.max(ONE[None], 1), lambda v: v.values),
-}
+    "named tuple": (Pair(ONE, 1), lambda v: v.x), "frozen dataclass": (FrozenData(ONE), lambda v: v.x),
+    "dataclass": (More(ONE), lambda v: v.more), "torch's": (torch.max(ONE[None], 1), lambda v: v.values),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,5 @@
 """A Plan says what it is, and why it cannot be; its mesh says which rank is where and holds what."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -49,10 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 4, "schedule": 7}, "'naive', 'gpipe', '1f1b'"),
     ({"pp": 4, "recompute": "ful"}, "Did you mean .*recompute='full'"),
     ({"pp": 4, "recompute": True}, "'none', 'selective', 'full'"),
-    (
-        {"pp": 2, "dp": 2, "data_parallel": "dp"},
-        r"lends the whole model.*Plan\(pp=2, dp=2, schedule='gpipe'\)",
-    ),
+    ({"pp": 2, "dp": 2, "data_parallel": "dp"}, r"lends the whole model.*Plan\(pp=2, dp=2, schedule='gpipe'\)"),
     ({"dp": 2, "zero": 4}, "stages 1 .*zero=1"),
     ({"dp": 2, "data_parallel": "DDP"}, "Did you mean Plan.dp=2.$"),
     ({"dp": 2, "precision": "float16"}, "Did you mean .*precision='fp16'"),
@@ -66,30 +61,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp": 2, "tensor": {"regions": ()}}, "is an mk.tensor.TensorPlan"),
     ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage per rank.*interleaved_1f1b"),
     ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages per rank"),
-    (
-        {"pp": 2, "schedule": "interleaved"},
-        r"nearest is Plan\(pp=2, schedule='interleaved_1f1b'.*virtual_stages=2",
-    ),
+    ({"pp": 2, "schedule": "interleaved"},
+        r"nearest is Plan\(pp=2, schedule='interleaved_1f1b'.*virtual_stages=2"),
     ({"pp": 2, "virtual_stages": 2, "schedule": "1F1B"}, r"nearest is Plan\(pp=2, schedule='1f1b'\)"),
-    (
-        {"pp": 2, "virtual_stages": 2, "schedule": OWN, "microbatches": 2},
-        "another number of stages, and the schedule has 2",
-    ),
-    (
-        {"pp": 2, "virtual_stages": 2, "schedule": "looped_bfs", "cut": [1]},
-        "than the 4 that pp=2, virtual_stages=2 asks for",
-    ),
+    ({"pp": 2, "virtual_stages": 2, "schedule": OWN, "microbatches": 2},
+        "another number of stages, and the schedule has 2"),
+    ({"pp": 2, "virtual_stages": 2, "schedule": "looped_bfs", "cut": [1]},
+        "than the 4 that pp=2, virtual_stages=2 asks for"),
     ({"pp": 4, "cut": [1, 2]}, "than the 4 that pp=4 asks for"),
     ({"pp": 2, "cut": [0]}, "by number from 1"),
     ({"pp": 2, "schedule": []}, "the schedule is empty"),
-    (
-        {"pp": 2, "schedule": lambda: []},
-        "no function of .p, m. that makes one .too many positional arguments",
-    ),
+    ({"pp": 2, "schedule": lambda: []}, "no function of .p, m. that makes one .too many positional arguments"),
     ({"dp": 2**63}, r"dp=9223372036854775808\): that is more than any machine has.*at most 1,000,000"),
     ({"dp": 10**4, "tp": 10**3}, r"has 10,000,000 ranks.*at most 1,000,000"),
     ({"pp": 4, "schedule": OWN}, r"2 rows and 2 micro-batches. Write Plan.from_schedule"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("asked, words", REFUSED, ids=lambda value: str(value)[:40])
@@ -116,21 +102,18 @@ def test_constructors_of_other_libraries_are_answered_with_a_call_that_works(nam
     assert eval(constructors()[name], {"Plan": Plan}).ranks > 1
 
 
-@pytest.mark.parametrize(
-    ("given", "meant", "words"),
-    [
-        ({"precision": "fp32"}, {}, "precision='full'"),
-        ({"precision": "bfloat16"}, {"precision": "bf16"}, ""),
-        ({"precision": "16-mixed"}, {"precision": "fp16"}, ""),
-        ({"precision": "O1"}, {"precision": "bf16"}, "each operator"),
-        ({"precision": "O2"}, {"precision": "fp16"}, "loss scaling"),
-        ({"precision": "autocast"}, {"precision": "bf16"}, "torch.autocast"),
-        ({"zero": "full_shard"}, {"zero": 3}, "ZeRO-3"),
-        ({"zero": "SHARD_GRAD_OP"}, {"zero": 2}, "ZeRO-2"),
-        ({"zero": "hybrid_shard"}, {"zero": 3}, "those of a node"),
-        ({"data_parallel": "hybrid_shard"}, {"zero": 3}, "those of a node"),
-    ],
-)
+@pytest.mark.parametrize(("given", "meant", "words"), [
+    ({"precision": "fp32"}, {}, "precision='full'"),
+    ({"precision": "bfloat16"}, {"precision": "bf16"}, ""),
+    ({"precision": "16-mixed"}, {"precision": "fp16"}, ""),
+    ({"precision": "O1"}, {"precision": "bf16"}, "each operator"),
+    ({"precision": "O2"}, {"precision": "fp16"}, "loss scaling"),
+    ({"precision": "autocast"}, {"precision": "bf16"}, "torch.autocast"),
+    ({"zero": "full_shard"}, {"zero": 3}, "ZeRO-3"),
+    ({"zero": "SHARD_GRAD_OP"}, {"zero": 2}, "ZeRO-2"),
+    ({"zero": "hybrid_shard"}, {"zero": 3}, "those of a node"),
+    ({"data_parallel": "hybrid_shard"}, {"zero": 3}, "those of a node"),
+])  # fmt: skip
 def test_values_of_other_libraries_are_answered_with_ours(
     given: dict[str, Any], meant: dict[str, Any], words: str
 ) -> None:
@@ -190,15 +173,12 @@ def test_constructors_take_every_other_field() -> None:
         mk.Plan.gpipe(4, 8, precison="bf16")
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("zero_bubble", "zb_h1"),
-        ("ZB", "zb_h1"),
-        ("interleaved", "interleaved_1f1b"),
-        ("dualpipe", "dualpipev"),
-    ],
-)
+@pytest.mark.parametrize(("name", "meant"), [
+    ("zero_bubble", "zb_h1"),
+    ("ZB", "zb_h1"),
+    ("interleaved", "interleaved_1f1b"),
+    ("dualpipe", "dualpipev"),
+])  # fmt: skip
 def test_a_schedule_by_the_name_of_its_paper_is_answered_with_ours(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"The nearest is Plan\(pp=4, schedule='{meant}'"):
         mk.Plan.pipeline(name, 4, 8)

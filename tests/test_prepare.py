@@ -1,7 +1,5 @@
 """Bad input is refused before any rank starts, with what was given, why it cannot be, and what would work."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re
@@ -67,40 +65,28 @@ def of_the_callers_copy(params: Any) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # the plan and the ranks
-    "another number of ranks": (
-        {"ranks": 4},
-        r"pp=2, 2 ranks, and the cluster has 4: mk.Cluster\(ranks=2\) fits it",
-    ),
-    "a plan of one's own on several ranks": (
-        {"plan": mk.Plan.from_schedule(["0F0 0B0"]), "ranks": 2},
-        r"mk.Cluster\(ranks=1\) fits it$",
-    ),
+    "another number of ranks": ({"ranks": 4},
+        r"pp=2, 2 ranks, and the cluster has 4: mk.Cluster\(ranks=2\) fits it"),
+    "a plan of one's own on several ranks": ({"plan": mk.Plan.from_schedule(["0F0 0B0"]), "ranks": 2},
+        r"mk.Cluster\(ranks=1\) fits it$"),
     "a name for a plan": ({"plan": "gpipe"}, r"it is an mk.Plan, such as mk.Plan\(pp=2, schedule='gpipe'\)"),
     "a split backward with DP": (
         {"plan": mk.Plan(dp=2, data_parallel="dp", schedule=Schedule(["0F0 0I0 0W0"])), "ranks": 2},
         "splits its backward .0I0., and DP lends parameters for a whole one.* 0B0",
     ),
-    "more micro-batches than samples": (
-        {"plan": mk.Plan.gpipe(2, 12)},
-        r"12 micro-batches of data\[0\], a batch of 8.* microbatches=8 works, or a batch of 12 or more",
-    ),
-    "more stages than layers": (
-        {"plan": mk.Plan.gpipe(6, 4), "ranks": 6},
-        r"6 stages, but the model has 5 layers \(0, 1, 2, 3, 4\).* At most pp=5 works",
-    ),
+    "more micro-batches than samples": ({"plan": mk.Plan.gpipe(2, 12)},
+        r"12 micro-batches of data\[0\], a batch of 8.* microbatches=8 works, or a batch of 12 or more"),
+    "more stages than layers": ({"plan": mk.Plan.gpipe(6, 4), "ranks": 6},
+        r"6 stages, but the model has 5 layers \(0, 1, 2, 3, 4\).* At most pp=5 works"),
     # numbers
     "no steps": ({"steps": 0}, "steps=0: steps is a whole number, 1 or more, such as steps=3"),
     # the model
-    "fewer blocks than stages": (
-        {"model": Fork(), "data": [(torch.zeros(8, 4), torch.zeros(8, 4))]},
-        r"2 stages, but the model has 1 layer \(a\)",
-    ),
+    "fewer blocks than stages": ({"model": Fork(), "data": [(torch.zeros(8, 4), torch.zeros(8, 4))]},
+        r"2 stages, but the model has 1 layer \(a\)"),
     "lazy": ({"model": nn.Sequential(nn.LazyLinear(2))}, "0.weight has no shape yet .* call the model once"),
     "on meta": ({"model": nn.Sequential(nn.Linear(4, 2, device="meta"))}, "holds no numbers"),
-    "a BatchNorm in two stages": (
-        {"model": twice_the_same_norm(), "plan": mk.Plan.gpipe(2, 1, cut=[2])},
-        "'1.running_mean' and '3.running_mean' are one buffer, and would be in stages 0 and 1",
-    ),
+    "a BatchNorm in two stages": ({"model": twice_the_same_norm(), "plan": mk.Plan.gpipe(2, 1, cut=[2])},
+        "'1.running_mean' and '3.running_mean' are one buffer, and would be in stages 0 and 1"),
     "frozen": ({"model": copy.deepcopy(MODEL).requires_grad_(False)}, "does not depend on any parameter"),
     # the data
     "of a width that the model refuses": (
@@ -116,41 +102,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data": [(torch.zeros(8, 4), torch.zeros(8, dtype=torch.int32))], "loss": F.cross_entropy},
         "The loss refuses outputs .* and targets .2. int32: .*Long",
     ),
-    "targets of another shape": (
-        {"data": [(torch.zeros(8, 4), torch.zeros(8, 3))]},
-        r"The loss refuses outputs \[2, 2\] float32 and targets \[2, 3\] float32: RuntimeError: .*must match",
-    ),
+    "targets of another shape": ({"data": [(torch.zeros(8, 4), torch.zeros(8, 3))]},
+        r"The loss refuses outputs \[2, 2\] float32 and targets \[2, 3\] float32: RuntimeError: .*must match"),
     "one tensor": ({"data": torch.zeros(8, 4)}, r"data is Tensor; .*data=\[\(inputs, targets\)\]"),
     "one pair": ({"data": DATA[0]}, r"data is a pair of tensors, one batch.*data=\[data\]"),
     "nothing": ({"data": []}, "data is empty"),
-    "arrays": (
-        {"data": [(np.zeros((8, 4)), torch.zeros(8, 2))]},
-        r"the inputs of data\[0\] are ndarray.*torch.as_tensor",
-    ),
-    "unequal": (
-        {"data": [(torch.zeros(8, 4), torch.zeros(7, 2))]},
-        r"first dimensions differ: inputs \[8, 4\], targets \[7, 2\]",
-    ),
+    "arrays": ({"data": [(np.zeros((8, 4)), torch.zeros(8, 2))]},
+        r"the inputs of data\[0\] are ndarray.*torch.as_tensor"),
+    "unequal": ({"data": [(torch.zeros(8, 4), torch.zeros(7, 2))]},
+        r"first dimensions differ: inputs \[8, 4\], targets \[7, 2\]"),
     # the loss
-    "a loss that is not a scalar": (
-        {"loss": lambda y, t: (y - t) ** 2},
-        r"a tensor of shape \[2, 2\] .* not a scalar.*\.mean\(\) makes one",
-    ),
+    "a loss that is not a scalar": ({"loss": lambda y, t: (y - t) ** 2},
+        r"a tensor of shape \[2, 2\] .* not a scalar.*\.mean\(\) makes one"),
     "a loss that is a number": ({"loss": lambda y, t: F.mse_loss(y, t).item()}, "The loss made float"),
     "a loss that is cut off": ({"loss": mean_of_outputs_only}, r"cut off by .detach\(\)"),
     "a sum": ({"loss": nn.MSELoss(reduction="sum")}, r"reduction='sum'\): the loss is the mean"),
     # the optimizer
-    "an optimizer": (
-        {"optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.3)},
-        r"optimizer=lambda params: torch.optim.SGD\(params, lr=0.3\)",
-    ),
-    "an optimizer that fails": (
-        {"optimizer": lambda params: torch.optim.SGD(params, lr=-1)},
-        r"failed for the model's 6 parameters: ValueError: Invalid learning rate",
-    ),
+    "an optimizer": ({"optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.3)},
+        r"optimizer=lambda params: torch.optim.SGD\(params, lr=0.3\)"),
+    "an optimizer that fails": ({"optimizer": lambda params: torch.optim.SGD(params, lr=-1)},
+        r"failed for the model's 6 parameters: ValueError: Invalid learning rate"),
     "one that needs a closure": ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss anew"),
     "one of the caller's parameters": ({"optimizer": of_the_callers_copy}, "of other parameters than those"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("changes, words", REFUSED.values(), ids=REFUSED.keys())

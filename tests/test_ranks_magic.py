@@ -1,7 +1,5 @@
 """`%%ranks`: cells on the ranks of a group that stays, in IPython's own shell."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -111,15 +109,12 @@ def test_an_interrupt_ends_the_cell_and_leaves_variables(run: Run, shell: Intera
     assert texts(run("%%ranks\nkept")) == ["[rank 0] 0", "[rank 1] 1", "[rank 2] 2"]
 
 
-@pytest.mark.parametrize(
-    ("cell", "says"),
-    [
-        ("%%ranks 2\nx", "with a comma runs a cell on rank 2 alone"),
-        ("%%ranks 0,7\nx", "there is no rank 7"),
-        ("%%ranks first\nx", "such as 0,2, or none for all"),
-        ("%ranks_reset 4", "then %%ranks 4 starts others"),
-    ],
-)
+@pytest.mark.parametrize(("cell", "says"), [
+    ("%%ranks 2\nx", "with a comma runs a cell on rank 2 alone"),
+    ("%%ranks 0,7\nx", "there is no rank 7"),
+    ("%%ranks first\nx", "such as 0,2, or none for all"),
+    ("%ranks_reset 4", "then %%ranks 4 starts others"),
+])  # fmt: skip
 def test_mistyped(run: Run, cell: str, says: str) -> None:
     shown = run(cell, fails=True)
     assert says in shown.stderr + shown.stdout

@@ -1,7 +1,5 @@
 """Run: the handle on a training that goes on elsewhere."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,6 +1,9 @@
-"""What is printed, without the breaks of its lines."""
+"""What is printed, without the breaks of its lines; and sources, each parsed once."""
 
-from __future__ import annotations
+import ast
+from functools import cache
+
+parse = cache(ast.parse)
 
 
 def unwrapped(shown: object) -> str:

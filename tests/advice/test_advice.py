@@ -1,7 +1,5 @@
 """What the advice says, and that its sentences can be checked."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace
@@ -17,9 +15,9 @@ from mpkit.common.display import draw
 from mpkit.common.safe_text import escape
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.kinds import every as one_of
+from mpkit.prediction.advice import search
 from mpkit.prediction.advice.advice import Advice
 from mpkit.prediction.advice.search import HEADROOM, FoundLayout, find_best, handicap_of, plan_under
-from mpkit.prediction.advice.space import families, offers_of
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.estimate import estimate_of
 from mpkit.prediction.cost_model.known_models import known_models
@@ -81,12 +79,8 @@ def test_the_layout_of_a_405b_run_is_found() -> None:
     advice = mk.advise("llama3-405b", machine, global_batch=2048, sequence=8192, stack="megatron")
     assert advice.best is not None and advice.best.tp <= 8
     published = {
-        "pp": 16,
-        "schedule": "interleaved_1f1b",
-        "virtual_stages": 7,
-        "zero": 1,
-        "precision": "bf16",
-    }
+        "pp": 16, "schedule": "interleaved_1f1b", "virtual_stages": 7, "zero": 1, "precision": "bf16",
+    }  # fmt: skip
     for degrees in ({"tp": 8, "dp": 128, "recompute": "every=2"}, {"tp": 16, "dp": 64}):
         plan = mk.Plan(**published, **degrees, microbatches=2048 // degrees["dp"], sequence_parallel=True)  # type: ignore[arg-type, operator]
         assert advice.estimate(plan) and advice.step_time <= advice.estimate(plan).step_time
@@ -109,15 +103,12 @@ def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:
         advice.why_not("ddp")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"global_batch": 0}, "global_batch=0"),
-        ({"sequence": 1.5}, "sequence=1.5"),
-        ({"model": "llama9"}, "no known model"),
-        ({"hardware": "x"}, "there is none"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"global_batch": 0}, "global_batch=0"),
+    ({"sequence": 1.5}, "sequence=1.5"),
+    ({"model": "llama9"}, "no known model"),
+    ({"hardware": "x"}, "there is none"),
+])  # fmt: skip
 def test_mistakes_are_explained(change: dict[str, object], words: str) -> None:
     given = {"model": "llama3-8b", "hardware": "8x-a100-nvlink", "global_batch": 8, "sequence": 4096}
     with pytest.raises(ValueError, match=words):
@@ -227,8 +218,8 @@ def asked_for(name: str, hardware: Hardware, stack: str = "pytorch", batch: int 
 def every(asked: Workload) -> list[FoundLayout]:
     """All layouts that fit, by trying each with each relief, and the memory of all stages."""
     found = []
-    offers = offers_of(asked.stack.name)
-    for base, sizes in families(asked, asked.hardware.devices):
+    offers = search.offers_of(asked.stack.name)
+    for base, sizes in search.families(asked, asked.hardware.devices):
         for size, offload, recompute in product(sizes, offers.offload, offers.recompute):
             if offload == "params" and base.zero < 3:
                 continue
@@ -262,13 +253,9 @@ def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, sta
 
 
 @given(
-    name=st.sampled_from(sorted(MODELS)),
-    memory=st.floats(2, 40),
-    more=st.floats(1, 4),
-    faster=st.floats(1, 8),
-    stack=st.sampled_from(sorted(stacks())),
-    nodes=st.sampled_from([1, 2]),
-)
+    name=st.sampled_from(sorted(MODELS)), memory=st.floats(2, 40), more=st.floats(1, 4), faster=st.floats(1, 8),
+    stack=st.sampled_from(sorted(stacks())), nodes=st.sampled_from([1, 2]),
+)  # fmt: skip
 @settings(max_examples=10, deadline=None)
 def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
     name: str, memory: float, more: float, faster: float, stack: str, nodes: int

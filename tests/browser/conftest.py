@@ -3,8 +3,6 @@
 `make test-browser` names it in CHROMIUM, or installs Debian's; see scripts/chromium.sh.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

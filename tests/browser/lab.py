@@ -1,7 +1,5 @@
 """What tests do in JupyterLab: open a notebook, find a cell, look at what it shows, type."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -81,13 +79,10 @@ def serve_lab(home: Path) -> Iterator[str]:
     quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
     news.write_text(json.dumps(quiet), encoding="utf-8")
     folders = {
-        "JUPYTER_CONFIG_DIR": "config",
-        "JUPYTER_DATA_DIR": "data",
-        "JUPYTER_RUNTIME_DIR": "runtime",
-        "JUPYTERLAB_SETTINGS_DIR": "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
         "IPYTHONDIR": "ipython",
-    }
+    }  # fmt: skip
     server = subprocess.Popen(
         [
             *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),

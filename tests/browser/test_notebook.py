@@ -1,7 +1,5 @@
 """A notebook as a learner sees it: in JupyterLab, in a browser, from its first cell to its last."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

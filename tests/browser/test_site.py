@@ -1,7 +1,5 @@
 """The site in Chromium, opened from files: every page, wide and on a phone, light and dark."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -187,14 +185,11 @@ def test_sliders_of_the_explorer_move_both_sides_on_one_axis(
     screenshot(page, f"explorer-{width}-{scheme}")
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"forward": 0.012, "input_grad": 0.01, "weight_grad": 0.0123},  # between the sliders' steps
-        {"input_grad": 10, "weight_grad": 10},  # beyond their ends
-        {"input_grad": 1.05, "hop": 0.333},  # a whole backward is longer by half of its slider's step
-    ],
-)
+@pytest.mark.parametrize("setting", [
+    {"forward": 0.012, "input_grad": 0.01, "weight_grad": 0.0123},  # between the sliders' steps
+    {"input_grad": 10, "weight_grad": 10},  # beyond their ends
+    {"input_grad": 1.05, "hop": 0.333},  # a whole backward is longer by half of its slider's step
+])  # fmt: skip
 def test_the_explorer_plays_and_shows_the_times_that_it_was_given(
     new_page: NewPage, setting: dict[str, float]
 ) -> None:

@@ -1,7 +1,5 @@
 """The timeline in a real browser: as a page that holds its data, and as a live widget fed in batches."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -174,9 +172,6 @@ def test_names_are_never_read_as_html(new_page: NewPage, tmp_path: Path) -> None
     assert page.title() != "caught"
 
 
-# ---------------------------------------------------------------- ranks by group
-
-
 def on_mesh(mesh: Mesh, steps: int = 1) -> mk.Timeline:
     """GPipe's staircase on a mesh: the ranks of a stage do the same, each a little later than the one before."""
     one = repeated(mk.simulate(mk.Plan.gpipe(mesh.pp, 8), hop=0.25), steps)
@@ -248,8 +243,6 @@ def test_groups_fold_and_unfold_on_a_click(
     page.mouse.move(*place(page, 1.0, rank=5))
     expect(page.locator(".mpkit-tip")).to_contain_text("rank 5 pp1 dp0 tp1")
 
-
-# ---------------------------------------------------------------- the live widget
 
 MODEL = """
 // What anywidget gives a widget, as far as this one uses it.
@@ -372,9 +365,6 @@ def test_axe_finds_nothing_serious(new_page: NewPage, tmp_path: Path, scheme: st
     assert serious == []
 
 
-# ---------------------------------------------------------------- what goes together
-
-
 def test_a_hang_is_drawn_with_its_reason(new_page: NewPage, screenshot: Screenshot) -> None:
     page = new_page()
     timeline = mk.simulate(mk.Plan.gpipe(2, 2))
@@ -386,9 +376,6 @@ def test_a_hang_is_drawn_with_its_reason(new_page: NewPage, screenshot: Screensh
     expect(page.get_by_role("img", name="GPU 1 waits for rank 0 (recv)")).to_be_visible()
     assert colour(page, 0.96 * window(page)[1], rank=1) not in ("", colour(page, 0.96 * window(page)[1]))
     screenshot(page, "hang")
-
-
-# ---------------------------------------------------------------- the search
 
 
 def test_a_search_keeps_what_it_finds_and_pales_the_rest(

@@ -1,7 +1,5 @@
 """Checkpoints: a training that goes on from one ends as if it had never stopped, under its own plan or another."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -103,13 +101,9 @@ def assert_same(one: Run, other: Run, *, exact: bool = True) -> None:
 ], ids=repr)  # fmt: skip
 def test_resumed_under_the_same_plan_to_the_bit(clusters: Clusters, tmp_path: Path, plan: mk.Plan) -> None:
     how: dict[str, Any] = {
-        "model": net(dropout=0.3),
-        "data": batches(),
-        "plan": plan,
-        "seed": 3,
-        "max_grad_norm": 0.5,
+        "model": net(dropout=0.3), "data": batches(), "plan": plan, "seed": 3, "max_grad_norm": 0.5,
         "lr_schedule": lambda step: 1 / (1 + step),
-    }
+    }  # fmt: skip
     whole = train(clusters, steps=7, checkpoint_every=3, checkpoint_dir=tmp_path, **how)
     rest = train(clusters, steps=7, resume_from=tmp_path / "step-00000003", **how)
     assert rest.first_step == 3
@@ -134,16 +128,10 @@ def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
     assert_same(whole, rest)
 
 
-# ---------------------------------------------------------------- the folder
-
-
 def test_an_older_branch_gives_way_to_what_goes_on_from_it(clusters: Clusters, tmp_path: Path) -> None:
     how: dict[str, Any] = {
-        "model": net(),
-        "data": batches(),
-        "plan": mk.Plan.serial(),
-        "checkpoint_dir": tmp_path,
-    }
+        "model": net(), "data": batches(), "plan": mk.Plan.serial(), "checkpoint_dir": tmp_path,
+    }  # fmt: skip
     train(clusters, steps=6, checkpoint_every=2, **how)  # 4 and 6 stay
     train(clusters, steps=5, checkpoint_every=1, resume_from=tmp_path / "step-00000004", **how)
     names = {path.name.partition(".older-")[0] for path in tmp_path.iterdir()}
@@ -152,9 +140,6 @@ def test_an_older_branch_gives_way_to_what_goes_on_from_it(clusters: Clusters, t
     assert again.first_step == 5
     assert len(list(tmp_path.glob("step-00000006.older-*"))) == 1
     assert {path.name for path in tmp_path.glob("step-????????")} == {"step-00000005", "step-00000006"}
-
-
-# ---------------------------------------------------------------- what is damaged
 
 
 def cut_short(folder: Path) -> None:
@@ -233,9 +218,6 @@ def test_loading_runs_no_code(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"damaged checkpoint: rank-0\.pt could not be read"):
             find_checkpoint(folder)
     assert not trap.exists()
-
-
-# ---------------------------------------------------------------- what does not fit
 
 
 def test_what_does_not_fit_says_so(clusters: Clusters, saved: Path) -> None:

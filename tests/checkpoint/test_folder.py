@@ -1,7 +1,5 @@
 """A training renames and deletes only what it wrote itself, whatever else lies in its checkpoint_dir."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource
@@ -31,13 +29,9 @@ from tests.serial import Clusters
 def train(clusters: Clusters, folder: Path, *, width: int = 3, **how: Any) -> Any:
     torch.manual_seed(0)
     options: dict[str, Any] = {
-        "loss": F.mse_loss,
-        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
-        "steps": 3,
-        "checkpoint_every": 1,
-        "checkpoint_dir": folder,
-        **how,
-    }
+        "loss": F.mse_loss, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "steps": 3,
+        "checkpoint_every": 1, "checkpoint_dir": folder, **how,
+    }  # fmt: skip
     model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
     data = [(torch.randn(4, 3), torch.randn(4, 2))]
     return clusters(1).train(model, data, mk.Plan.serial(), **options).wait()
@@ -52,11 +46,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_others_put_there_stays(clusters: Clusters, tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     for name in (
-        "dataset.partial/precious",
-        "old.replaced/mine",
-        "step-00000007.mine/notes",
-        "step-1.partial/rank-0.pt",
-    ):
+        "dataset.partial/precious", "old.replaced/mine", "step-00000007.mine/notes", "step-1.partial/rank-0.pt",
+    ):  # fmt: skip
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(name)
     (folder / "notes.partial").write_text("a file")
@@ -104,13 +95,8 @@ def test_another_trainings_checkpoints_are_refused_unless_it_is_resumed(
     # ---- only its own count
     shutil.copytree(other / "step-00000002", folder / "step-00000002")
     train(
-        clusters,
-        folder,
-        steps=23,
-        checkpoint_keep=1,
-        resume_from=folder / "step-00000020",
-        checkpoint_every=1,
-    )
+        clusters, folder, steps=23, checkpoint_keep=1, resume_from=folder / "step-00000020", checkpoint_every=1,
+    )  # fmt: skip
     assert {path.name for path in folder.iterdir()} == {"step-00000002", "step-00000023"}
 
 
@@ -209,13 +195,9 @@ def test_killed_while_saving(
 
 
 def kill_while_saving(
-    cluster: mk.Cluster,
-    plan: mk.Plan,
-    expected: list[float],
-    folder: Path,
-    seed: int,
+    cluster: mk.Cluster, plan: mk.Plan, expected: list[float], folder: Path, seed: int,
     reached: Callable[[Path], bool],
-) -> None:
+) -> None:  # fmt: skip
     """Kill one rank, or the whole run, when a save has come that far; see what is there, and go on from it."""
     chance = random.Random(seed)
     run = cluster.train(steps=100_000, checkpoint_every=1, checkpoint_dir=folder, **how(plan))

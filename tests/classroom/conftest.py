@@ -1,7 +1,5 @@
 """One room for all tests. nbgrader is no dependency: its tests are there where it is installed."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

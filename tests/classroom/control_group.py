@@ -1,7 +1,5 @@
 """A control group for a program that may fork, or fill memory, for ever: its limits hold root too."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

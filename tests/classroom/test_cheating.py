@@ -1,7 +1,5 @@
 """No answer gets points by anything but a right result: each attack is tried, and a right answer after it passes."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,17 +1,15 @@
 """Grading a class, interrupted and resumed: each notebook gets its own grade, whatever the
 others do, and nothing is left behind."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -29,205 +27,15 @@ NAMES = ("pass-the-token", "gpipe")
 NOTHING, ALL, EITHER = (0,), (20,), (0, 20)
 """Points: what a notebook answers is right, and counts unless the notebook has ended its own process before."""
 
+HANDED_IN: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("handed_in.toml").read_text(encoding="utf-8")
+)
 HOSTILE: dict[str, tuple[str, tuple[int, ...]]] = {
-    "leaves": (
-        """
-        import os
-        os._exit(0)
-        """,
-        NOTHING,
-    ),
-    "fills-memory": (
-        """
-        held = []
-        while True:
-            held.append(bytearray(2**26))
-        """,
-        NOTHING,
-    ),
-    "fills-the-disk": (
-        """
-        with open("large", "wb") as file:
-            while True:
-                file.write(bytes(2**20))
-        """,
-        ALL,
-    ),
-    "forks-a-daemon": (
-        """
-        import os, signal, time
-        if os.fork() == 0:
-            os.setsid()
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if os.fork() == 0:
-                time.sleep(600)
-            os._exit(0)
-        """,
-        ALL,
-    ),
-    "forks-for-ever": (
-        """
-        import os
-        while True:
-            os.fork()
-        """,
-        NOTHING,
-    ),
-    "kills-its-parents": (
-        """
-        import os, psutil, signal
-        for process in psutil.Process().parents():  # those of this test only, wherever it runs
-            if HOME in " ".join(process.cmdline()):
-                process.kill()
-        os.kill(os.getppid(), signal.SIGKILL)
-        """,
-        EITHER,
-    ),
-    "stops-itself": (
-        """
-        import os, signal
-        os.kill(os.getppid(), signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        """,
-        NOTHING,
-    ),
-    "writes-for-ever": (
-        """
-        while True:
-            print("x" * 10**6)
-        """,
-        NOTHING,
-    ),
-    "overwrites-the-class": (
-        """
-        from pathlib import Path
-        home = Path(HOME)
-        for path in [*home.rglob("*.ipynb"), *home.glob("grades*"), *home.glob("grades/*")]:
-            try:
-                path.chmod(0o600)
-                path.write_text("mine")
-            except OSError:
-                pass
-        """,
-        ALL,
-    ),
-    "deletes-its-folder": (
-        """
-        import os, shutil
-        shutil.rmtree(os.path.dirname(os.getcwd()), ignore_errors=True)
-        """,
-        NOTHING,
-    ),
-    "closes-its-files": (
-        """
-        import os
-        os.closerange(3, 256)
-        raise ValueError("to be written down")
-        """,
-        EITHER,
-    ),
+    name: (code, points)
+    for kind, points in {"nothing": NOTHING, "all": ALL, "either": EITHER}.items()
+    for name, code in HANDED_IN["hostile"][kind].items()
 }
-OF_THE_KIT: dict[str, str] = {  # answers that are the kit's own
-    "asks-for-the-solution": """
-        from mpkit.course.catalogue import find
-        pass_the_token, gpipe = (find(name).exercise.solution for name in ("pass-the-token", "gpipe"))
-        """,
-    "writes-answers-itself": """
-        import sys
-        from pathlib import Path
-        from mpkit.course.catalogue import find
-        from mpkit.course.framework.room import PackedAnswer
-        for name in ("pass-the-token", "gpipe"):
-            Path(sys.argv[2], name + ".answer").write_bytes(PackedAnswer.pack(find(name).exercise.solution).packed)
-        """,
-}
-ON_RANKS = {  # in an answer: on the ranks of its check
-    "exits-on-a-rank": "import os\n    os._exit(0)",
-    "fills-a-rank": "held = []\n    while True: held.append(bytearray(2**26))",
-    "loops-on-a-rank": "while True: pass",
-    "kills-the-nursery": "import os, signal\n    os.kill(os.getppid(), signal.SIGKILL)",
-    "kills-its-parents": "import psutil\n"
-    "    for each in psutil.Process().parents():\n"  # those of this test only, wherever it runs
-    "        if HOME in ' '.join(each.cmdline()): each.kill()",
-    "stops-its-judge": "import psutil\n    psutil.Process().parents()[1].suspend()\n    import time; time.sleep(600)",
-    "overwrites-the-class": "from pathlib import Path\n"
-    "    for path in [*Path(HOME).rglob('*.ipynb'), *Path(HOME).glob('grades*')]:\n"
-    "        try: path.write_text('mine')\n"
-    "        except OSError: pass",
-    "returns-a-bomb": "return type('Bomb', (), {'__reduce__': lambda self: (print, ('boom',))})()",
-}
-
-STYLES = {  # right answers, as different people write them
-    "gpipe-in-loops": """
-        def gpipe(p, m):
-            rows = []
-            for _ in range(p):
-                row = []
-                for i in range(m):
-                    row.append("F" + str(i))
-                for i in range(m):
-                    row.append("B" + str(i))
-                rows.append(" ".join(row))
-            return rows
-        """,
-    "gpipe-last-backward-first": """
-        def gpipe(p, m):
-            one = [f"F{i}" for i in range(m)] + [f"B{i}" for i in reversed(range(m))]
-            return tuple(" ".join(one) for _ in range(p))
-        """,
-    "gpipe-by-numpy": """
-        import numpy as np
-        def gpipe(p, m):
-            order = np.arange(m)
-            return [" ".join([*(f"F{i}" for i in order), *(f"B{i}" for i in order[::-1])]) for _ in np.arange(p)]
-        """,
-    "gpipe-lambda": """
-        gpipe = lambda p, m: [" ".join([f"{kind}{i}" for kind in "FB" for i in range(m)]) for _ in range(p)]
-        """,
-    "gpipe-helper": """
-        import itertools
-        def all_of(kind, many):
-            return (f"{kind}{i}" for i in range(many))
-        def gpipe(p: int, m: int) -> list[str]:
-            return [" ".join(itertools.chain(all_of("F", m), all_of("B", m)))] * p
-        """,
-    "token-buffers": """
-        def pass_the_token(ctx, token):
-            n, r = ctx.world_size, ctx.rank
-            if r:
-                token = ctx.comm.recv(torch.empty_like(token), r - 1) + r
-            ctx.comm.send(token, (r + 1) % n)
-            if not r:
-                token = ctx.comm.recv(torch.empty_like(token), n - 1)
-            return token
-        """,
-    "token-isend": """
-        def pass_the_token(ctx, token):
-            after, before = (ctx.rank + 1) % ctx.world_size, (ctx.rank - 1) % ctx.world_size
-            if ctx.rank > 0:
-                ctx.comm.recv(token, before)
-                token.add_(ctx.rank)
-            sent = token.clone()
-            work = ctx.comm.isend(sent, after)
-            if ctx.rank == 0:
-                ctx.comm.recv(token, before)
-            work.wait()
-            return token
-        """,
-    "token-annotated": """
-        def pass_the_token(ctx: mk.Context, token: Tensor) -> Tensor:
-            "I pass it on."
-            first = ctx.rank == 0
-            for what in (("send", "recv") if first else ("recv", "send")):
-                if what == "send":
-                    if not first:
-                        token += ctx.rank
-                    ctx.comm.send(token, dst=(ctx.rank + 1) % ctx.world_size)
-                else:
-                    ctx.comm.recv(token, src=(ctx.rank - 1) % ctx.world_size)
-            return token
-        """,
-}
+OF_THE_KIT, ON_RANKS, STYLES = (HANDED_IN[kind] for kind in ("of_the_kit", "on_ranks", "styles"))
 
 
 def cells(**answers: str) -> list[str]:
@@ -252,7 +60,7 @@ def token(body: str) -> str:
 
 def own(home: Path, code: str) -> str:
     """A cell of that code, which knows where the class is."""
-    return f"HOME = {str(home)!r}\n{cleandoc(code)}"
+    return f"HOME = {str(home)!r}\n{code}"
 
 
 def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
@@ -260,7 +68,7 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     found: dict[str, tuple[list[str] | str, tuple[int, ...]]] = {"good": (cells(), ALL)}
     for name, code in STYLES.items():
         key = "gpipe" if name.startswith("gpipe") else "pass_the_token"
-        found[f"style-{name}"] = (cells(**{key: cleandoc(code)}), ALL)
+        found[f"style-{name}"] = (cells(**{key: code}), ALL)
     found["twice"] = (cells(gpipe=wrong("gpipe", 0)), ALL)  # and again.ipynb, which is right
     found |= {name: (cells(gpipe=wrong("gpipe", 0)), (10,)) for name in ("Kim Lee", "Kim_Lee")}
     found |= {f"wrong-{i}": (cells(gpipe=wrong("gpipe", i)), (10,)) for i in range(5)}
@@ -290,10 +98,10 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     checks = [each for each in cells() if "mk.check" in each]
     readable = ALL if way_to_enclose() == "none" else NOTHING  # elsewhere a notebook sees no solutions
     found["asks-for-the-solution"] = (
-        [IMPORTS, cleandoc(OF_THE_KIT["asks-for-the-solution"]), *checks],
+        [IMPORTS, OF_THE_KIT["asks-for-the-solution"], *checks],
         readable,
     )
-    found["writes-answers-itself"] = ([IMPORTS, cleandoc(OF_THE_KIT["writes-answers-itself"])], readable)
+    found["writes-answers-itself"] = ([IMPORTS, OF_THE_KIT["writes-answers-itself"]], readable)
     copies = "import json\nfrom pathlib import Path\n"
     copies += "book = json.loads(Path(HOME, 'class', 'good', 'homework.ipynb').read_text())\n"
     copies += "for cell in book['cells']:\n    get_ipython().run_cell(cell['source'])"

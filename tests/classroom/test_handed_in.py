@@ -1,7 +1,5 @@
 """What is handed in may be anything, names too; and a grading that was stopped goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json
@@ -58,12 +56,8 @@ def test_no_file_stops_a_class_from_being_read(tmp_path: Path) -> None:
     found = {each.student: each for each in handed_in(tmp_path)}
     assert found.pop("good").broken == ""
     assert set(found) == {f"bad-{i}" for i in range(len(MALFORMED))} | {
-        "pipe",
-        "folder",
-        "link",
-        "device",
-        "huge",
-    }
+        "pipe", "folder", "link", "device", "huge",
+    }  # fmt: skip
     for each in found.values():
         assert each.broken.startswith("it cannot be read as a notebook: "), each.student
         assert "gpipe" in [entry.name for entry in each.exercises], (
@@ -73,22 +67,9 @@ def test_no_file_stops_a_class_from_being_read(tmp_path: Path) -> None:
     assert "no file" in found["pipe"].broken
 
 
-# ---------------------------------------------------------------- names, rows and pages
-
-
 ODD = [
-    "Kim Lee",
-    "Kim_Lee",
-    "kim lee",
-    "=cmd()",
-    'a"b',
-    "a\nb",
-    "<img src=x>",
-    "..",
-    "x" * 200,
-    "\udcff",
-    "ä",
-]
+    "Kim Lee", "Kim_Lee", "kim lee", "=cmd()", 'a"b', "a\nb", "<img src=x>", "..", "x" * 200, "\udcff", "ä",
+]  # fmt: skip
 
 
 def solved(each: HandedIn, *, points: bool = True) -> Grade:
@@ -130,9 +111,6 @@ def test_cells_of_the_table_are_no_formulas(tmp_path: Path) -> None:
     GradeReport(found, tmp_path / "grades.csv").add(Grade(found[0], {"gpipe": None}, ["@note\x1b[2J"]))
     text = (tmp_path / "grades.csv").read_text()
     assert "'=1+1,0,10,0,'@note\\x1b[2J" in text
-
-
-# ---------------------------------------------------------------- stopped, and gone on
 
 
 def test_a_stopped_grading_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,19 +169,16 @@ ENTRY = find("pass-the-token")
 RIGHT = PackedAnswer.pack(ENTRY.exercise.solution)
 
 
-@pytest.mark.parametrize(
-    ("looks", "said"),
-    [
-        pytest.param([(100.0, 50.0, False, True)], "", id="importing takes long"),
-        pytest.param([(9.0, 9.0, True, True)], "", id="what came before the first line does not count"),
-        pytest.param([(1.0, 1.0, True, True), (9.5, 9.5, True, True)], HANGS, id="it goes on for ever"),
-        pytest.param([(1.0, 1.0, True, True), (200.0, 8.0, True, True)], "", id="it waits for a core"),
-        pytest.param([(1.0, 1.0, True, True), (301.0, 1.5, True, False)], BUSY, id="it had no core"),
-        pytest.param([(301.0, 50.0, False, True)], BUSY, id="it has not begun"),
-        pytest.param([(1.0, 1.0, True, True), (301.0, 1.1 + STILL, True, False)], HANGS, id="it hangs, slowly"),
-        pytest.param([(1.0, 1.0, True, True), (301.0, 5.0, True, True)], BUSY, id="it moves, slowly"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("looks", "said"), [
+    pytest.param([(100.0, 50.0, False, True)], "", id="importing takes long"),
+    pytest.param([(9.0, 9.0, True, True)], "", id="what came before the first line does not count"),
+    pytest.param([(1.0, 1.0, True, True), (9.5, 9.5, True, True)], HANGS, id="it goes on for ever"),
+    pytest.param([(1.0, 1.0, True, True), (200.0, 8.0, True, True)], "", id="it waits for a core"),
+    pytest.param([(1.0, 1.0, True, True), (301.0, 1.5, True, False)], BUSY, id="it had no core"),
+    pytest.param([(301.0, 50.0, False, True)], BUSY, id="it has not begun"),
+    pytest.param([(1.0, 1.0, True, True), (301.0, 1.1 + STILL, True, False)], HANGS, id="it hangs, slowly"),
+    pytest.param([(1.0, 1.0, True, True), (301.0, 5.0, True, True)], BUSY, id="it moves, slowly"),
+])  # fmt: skip
 def test_time_is_what_the_ranks_had(looks: list[tuple[float, float, bool, bool]], said: str) -> None:
     allowance = Allowance(seconds=8.0, patience=300.0)
     assert [allowance.look(*look) for look in looks][-1] == said

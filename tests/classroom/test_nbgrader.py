@@ -1,7 +1,5 @@
 """nbgrader makes an assignment of our sources, and grades it."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The exercise notebooks: written from the exercises, and each runs as a student finds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat
@@ -44,13 +42,10 @@ def test_a_solved_notebook_runs(written: Path, tmp_path: Path) -> None:
     executed(written / "solved" / FIRST, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.name == FIRST else pytest.mark.soak)
-        for path in sorted(HOME.glob("*.ipynb"))
-    ],
-)
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem, marks=() if path.name == FIRST else pytest.mark.soak)
+    for path in sorted(HOME.glob("*.ipynb"))
+])  # fmt: skip
 def test_a_students_notebook_runs_before_anything_is_solved(path: Path, tmp_path: Path) -> None:
     book = executed(path, tmp_path)
     for cell in book.cells:

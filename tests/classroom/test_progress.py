@@ -1,7 +1,5 @@
 """A student's file of progress: kept whole, and never in the way."""
 
-from __future__ import annotations
-
 import linecache
 import re
 from pathlib import Path
@@ -104,12 +102,11 @@ def test_a_mistyped_check_says_what_to_write(
 # ---- Predictions: the first number counts, what was shown counts no more, and what is mistyped is answered.
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("folder_of_its_own")
 def test_the_first_number_counts() -> None:
     assert mk.predict("bubble").value is None
     assert mk.predict("bubble", 0.25).value == 0.25
@@ -123,7 +120,6 @@ def test_the_first_number_counts() -> None:
 @pytest.mark.parametrize(
     "value, words, close", [("3/11", "just right", True), ("32.3 %", "5.0 percentage points too high", False)]
 )
-@pytest.mark.usefixtures("folder_of_its_own")
 def test_theory_judges_in_words_and_in_colour(value: str, words: str, close: bool) -> None:
     """A measurement is told beside it: words spoke of the measurement once, and colour of theory."""
     guess = mk.predict("bubble", 3 / 11 if value == "3/11" else value)
@@ -134,7 +130,6 @@ def test_theory_judges_in_words_and_in_colour(value: str, words: str, close: boo
 
 
 @pytest.mark.parametrize("asked", all_questions().values(), ids=lambda one: one.name)
-@pytest.mark.usefixtures("folder_of_its_own")
 def test_a_question_is_whole(asked: Any) -> None:
     truth = asked.truth()
     assert asked.close(truth) and not asked.close(2 * truth)
@@ -142,7 +137,6 @@ def test_a_question_is_whole(asked: Any) -> None:
     assert asked.text.endswith("?") and asked.why.endswith(".")
 
 
-@pytest.mark.usefixtures("folder_of_its_own")
 def test_the_box_locks_a_number_in() -> None:
     prediction = mk.predict("bubble")
     whole = box(prediction)

@@ -1,7 +1,5 @@
 """Ring attention is attention: the op on real ranks, against PyTorch's of the whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -97,9 +95,6 @@ def test_forward_and_backward_of_any_shape(clusters: Clusters, drawn: Any) -> No
     check(clusters(n), [(random(*shapes), how) for shapes, how in several])
 
 
-# ---------------------------------------------------------------- what is communicated
-
-
 class Spans(TorchDispatchMode):
     """Every tile, and every product of matrices, as a span of the trace."""
 
@@ -145,9 +140,6 @@ def test_the_next_block_is_under_way_while_one_is_computed(clusters: Clusters, o
         assert kind == Kind.RECV or messages[Kind.RECV, pair] == tags
 
 
-# ---------------------------------------------------------------- what is computed
-
-
 def flops(n: int, index: int, how: dict[str, Any], values: int = 8) -> list[float]:
     """Of a rank's forward and backward, counted without ranks and numbers."""
     q, k, v = (torch.empty(1, 1, 16 // n, d, requires_grad=True) for d in (8, 8, values))
@@ -178,19 +170,13 @@ def test_a_dry_run_counts_what_each_rank_computes(d: int, diagonal: Callable[[in
     assert zigzag == [expected((2 * n - 1) * c * c + 2 * diagonal(c))] * n
 
 
-# ---------------------------------------------------------------- what cannot be
-
-
-@pytest.mark.parametrize(
-    ("shapes", "how", "said"),
-    [
-        ([(1, 2, 4, 3), (1, 2, 4, 5), (1, 2, 4, 5)], {}, "the same batch and width"),
-        ([(1, 3, 4, 3), (1, 2, 4, 3), (1, 2, 4, 3)], {}, "have to divide those of q"),
-        ([(1, 2, 4, 3), (1, 2, 6, 3), (1, 2, 6, 3)], {"is_causal": True}, "as many keys as queries"),
-        ([(1, 2, 3, 3), (1, 2, 3, 3), (1, 2, 3, 3)], {"order": "zigzag"}, "even number of tokens"),
-        ([(4, 3), (4, 3), (4, 3)], {}, r"\[batch, heads, time, width\], not q \[4, 3\]"),
-    ],
-)
+@pytest.mark.parametrize(("shapes", "how", "said"), [
+    ([(1, 2, 4, 3), (1, 2, 4, 5), (1, 2, 4, 5)], {}, "the same batch and width"),
+    ([(1, 3, 4, 3), (1, 2, 4, 3), (1, 2, 4, 3)], {}, "have to divide those of q"),
+    ([(1, 2, 4, 3), (1, 2, 6, 3), (1, 2, 6, 3)], {"is_causal": True}, "as many keys as queries"),
+    ([(1, 2, 3, 3), (1, 2, 3, 3), (1, 2, 3, 3)], {"order": "zigzag"}, "even number of tokens"),
+    ([(4, 3), (4, 3), (4, 3)], {}, r"\[batch, heads, time, width\], not q \[4, 3\]"),
+])  # fmt: skip
 def test_what_does_not_fit(shapes: list[tuple[int, ...]], how: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ring_attention(*random(*shapes), FakeGroup(2), **how)
@@ -220,12 +206,9 @@ def shapes(draw: st.DrawFn, n: int) -> tuple[int, int, int, int, int, int]:
     of_keys = draw(st.sampled_from([k for k in range(1, 9) if k % n == 0 or n % k == 0]))
     heads = max(of_keys, n) * draw(st.integers(1, 2))
     return (
-        draw(st.integers(1, 2)),
-        heads,
-        of_keys,
-        n * draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)), heads, of_keys, n * draw(st.integers(1, 3)),
         *draw(st.tuples(st.integers(1, 4), st.integers(1, 4))),
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=5)
@@ -248,14 +231,11 @@ def test_ulysses_of_any_shape(clusters: Clusters, drawn: Any) -> None:
                 )
 
 
-@pytest.mark.parametrize(
-    ("heads", "of_keys", "n", "says"),
-    [
-        (4, 4, 3, "3 ranks cannot divide 4 heads: cp=2, or cp_method='ring'"),
-        (6, 2, 3, "3 ranks cannot divide 6 heads and 2 of keys: cp=2"),
-        (1, 1, 2, "2 ranks cannot divide 1 head: cp_method='ring'"),
-    ],
-)
+@pytest.mark.parametrize(("heads", "of_keys", "n", "says"), [
+    (4, 4, 3, "3 ranks cannot divide 4 heads: cp=2, or cp_method='ring'"),
+    (6, 2, 3, "3 ranks cannot divide 6 heads and 2 of keys: cp=2"),
+    (1, 1, 2, "2 ranks cannot divide 1 head: cp_method='ring'"),
+])  # fmt: skip
 def test_heads_that_ranks_cannot_divide(heads: int, of_keys: int, n: int, says: str) -> None:
     q, k = torch.zeros(1, heads, 4, 2), torch.zeros(1, of_keys, 4, 2)
     with pytest.raises(ValueError, match=says):

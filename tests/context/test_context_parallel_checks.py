@@ -1,7 +1,5 @@
 """What cannot be shared out along the sequence: said before any rank starts, in words and with what would work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +43,6 @@ def roberta() -> nn.Module:
     return RobertaForMaskedLM(RobertaConfig(**SIZES, max_position_embeddings=34, pad_token_id=1))
 
 
-# ---------------------------------------------------------------- parts of sequences
-
-
 @given(st.integers(1, 4), st.sampled_from(ORDERS), st.integers(1, 3))
 def test_the_parts_of_a_sequence_make_it_whole(n: int, order: str, length: int) -> None:
     s = n * length * (2 if order == "zigzag" else 1)
@@ -64,25 +59,19 @@ def test_the_parts_of_a_sequence_make_it_whole(n: int, order: str, length: int) 
 WHOLE = torch.zeros(2, 24, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "targets", "n", "order", "said"),
-    [
-        (WHOLE, torch.zeros(2), 2, "contiguous", r"\[2, 24\], \[2\].*cp=1"),
-        (WHOLE, WHOLE[:, 1:], 2, "contiguous", r"the same s; these have shapes \[2, 24\], \[2, 23\]"),
-        (WHOLE, WHOLE, 5, "contiguous", r"s=20 or s=25 would do, or cp=4"),
-        (WHOLE, WHOLE, 5, "zigzag", r"two pieces each, .* s=20 or s=30 would do, or cp=4"),
-        (WHOLE, WHOLE, 24, "contiguous", r"two tokens a piece.* s=48 would do, or cp=12"),
-        (WHOLE, WHOLE, 2, "striped", "'contiguous' or 'zigzag'"),
-        ({"input_ids": WHOLE, "labels": WHOLE}, WHOLE, 2, "contiguous", "loses one target a part"),
-        ({"input_ids": WHOLE, "attention_mask": WHOLE}, WHOLE, 2, "contiguous", "attention_mask hides tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("inputs", "targets", "n", "order", "said"), [
+    (WHOLE, torch.zeros(2), 2, "contiguous", r"\[2, 24\], \[2\].*cp=1"),
+    (WHOLE, WHOLE[:, 1:], 2, "contiguous", r"the same s; these have shapes \[2, 24\], \[2, 23\]"),
+    (WHOLE, WHOLE, 5, "contiguous", r"s=20 or s=25 would do, or cp=4"),
+    (WHOLE, WHOLE, 5, "zigzag", r"two pieces each, .* s=20 or s=30 would do, or cp=4"),
+    (WHOLE, WHOLE, 24, "contiguous", r"two tokens a piece.* s=48 would do, or cp=12"),
+    (WHOLE, WHOLE, 2, "striped", "'contiguous' or 'zigzag'"),
+    ({"input_ids": WHOLE, "labels": WHOLE}, WHOLE, 2, "contiguous", "loses one target a part"),
+    ({"input_ids": WHOLE, "attention_mask": WHOLE}, WHOLE, 2, "contiguous", "attention_mask hides tokens"),
+])  # fmt: skip
 def test_data_that_cannot_be_shared_out(inputs: Any, targets: Any, n: int, order: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_sequences(inputs, targets, n, order)
-
-
-# ---------------------------------------------------------------- models that cannot
 
 
 class Attending(nn.Module):
@@ -160,27 +149,24 @@ def heads(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(few.expand(-1, 4, -1, -1), few, few)[:, 0]
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Attending(classes), r"makes \[1, 8\], so what it says is about the sequence as a whole"),
-        (lambda: Attending(windowed), "calls conv1d: a convolution or pooling"),
-        (lambda: Attending(masked), r"takes no mask but is_causal, and was given one of shape \[12, 12\]"),
-        (lambda: Attending(with_a_memory), r"12 queries and 14 keys. .*What works: cp=1"),
-        (lambda: Attending(dropping), r"dropout_p=0.1: .*attn_pdrop=0"),
-        (lambda: Attending(again), r"Plan\(recompute='full'\)"),
-        (lambda: Attending(multi), "nn.MultiheadAttention or .* out of sight"),
-        (lambda: Attending(recurrent), "a recurrent layer"),
-        (lambda: Attending(heads), "4 heads of queries and 1 of keys need enable_gqa=True"),
-        (lambda: Attending(nn.Identity()), "never calls .*scaled_dot_product_attention"),
-        (lambda: Unplaced(plain), "no way to be told"),
-        (lambda: llama(attn_implementation="eager"), "attn_implementation='sdpa'"),
-        (gpt2, "dropout_p=0.1: .*attn_pdrop=0"),
-        (lambda: Attending(of_24_tokens), r"shape \[1, 12\] at the end of sequences of 24 tokens: RuntimeError: The "),
-        (roberta, r"torch.arange\(s\).expand\(batch, s\) \+ padding_idx \+ 1"),
-        (lambda: GPT(vocab=19, length=23, width=8, heads=1), "sequences of 24 tokens, and this GPT has length=23"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: Attending(classes), r"makes \[1, 8\], so what it says is about the sequence as a whole"),
+    (lambda: Attending(windowed), "calls conv1d: a convolution or pooling"),
+    (lambda: Attending(masked), r"takes no mask but is_causal, and was given one of shape \[12, 12\]"),
+    (lambda: Attending(with_a_memory), r"12 queries and 14 keys. .*What works: cp=1"),
+    (lambda: Attending(dropping), r"dropout_p=0.1: .*attn_pdrop=0"),
+    (lambda: Attending(again), r"Plan\(recompute='full'\)"),
+    (lambda: Attending(multi), "nn.MultiheadAttention or .* out of sight"),
+    (lambda: Attending(recurrent), "a recurrent layer"),
+    (lambda: Attending(heads), "4 heads of queries and 1 of keys need enable_gqa=True"),
+    (lambda: Attending(nn.Identity()), "never calls .*scaled_dot_product_attention"),
+    (lambda: Unplaced(plain), "no way to be told"),
+    (lambda: llama(attn_implementation="eager"), "attn_implementation='sdpa'"),
+    (gpt2, "dropout_p=0.1: .*attn_pdrop=0"),
+    (lambda: Attending(of_24_tokens), r"shape \[1, 12\] at the end of sequences of 24 tokens: RuntimeError: The "),
+    (roberta, r"torch.arange\(s\).expand\(batch, s\) \+ padding_idx \+ 1"),
+    (lambda: GPT(vocab=19, length=23, width=8, heads=1), "sequences of 24 tokens, and this GPT has length=23"),
+])  # fmt: skip
 def test_models_that_cannot(make: Callable[[], nn.Module], said: str) -> None:
     with quiet(), pytest.raises(ValueError, match=said):
         observe_sample(make(), (TOKENS, TOKENS), Plan(cp=2))

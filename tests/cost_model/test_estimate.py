@@ -1,7 +1,5 @@
 """`mk.estimate` and `mk.fits`: what must hold whatever the numbers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from typing import Any
@@ -135,19 +133,16 @@ def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
         assert "fitted to 4 measured steps" in unwrapped(found)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"plan": mk.Plan(dp=16)}, "needs 16 devices, and 8x-h100-nvlink has 8.*mk.hardware"),
-        ({"plan": mk.Plan(tp=3)}, "tp=3 does not divide 32 attention heads.*tp=2"),
-        ({"plan": mk.Plan(dp=8), "global_batch": 12}, "global_batch=12 does not divide.*global_batch=16"),
-        ({"plan": "zero3"}, "give a Plan"),
-        ({"stack": "megatorn"}, "Did you mean 'megatron'"),
-        ({"sequence": 0}, "sequence=0"),
-        ({"trainable": 0}, "trainable=0"),
-        ({"hardware": "8x-h1000"}, "makes one of any size"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"plan": mk.Plan(dp=16)}, "needs 16 devices, and 8x-h100-nvlink has 8.*mk.hardware"),
+    ({"plan": mk.Plan(tp=3)}, "tp=3 does not divide 32 attention heads.*tp=2"),
+    ({"plan": mk.Plan(dp=8), "global_batch": 12}, "global_batch=12 does not divide.*global_batch=16"),
+    ({"plan": "zero3"}, "give a Plan"),
+    ({"stack": "megatorn"}, "Did you mean 'megatron'"),
+    ({"sequence": 0}, "sequence=0"),
+    ({"trainable": 0}, "trainable=0"),
+    ({"hardware": "8x-h1000"}, "makes one of any size"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
     asked: dict[str, Any] = {
         "model": LLAMA, "plan": mk.Plan(dp=8, zero=3), "hardware": "8x-h100-nvlink", "global_batch": 8,
@@ -226,28 +221,19 @@ def test_an_estimate_reads_each_field_of_a_plan_or_rejects_it(name: str) -> None
         assert found != answer(usual)
 
 
-@pytest.mark.parametrize(
-    ("plan", "sequence", "words"),
-    [
-        (mk.Plan(cp=4, cp_order="zigzag"), 60, "two pieces per rank does not divide .*: sequence=56 does"),
-        (mk.Plan(tp=2, sequence_parallel=True), 63, "tp=2 with sequence_parallel=True .*: sequence=62 does"),
-        (mk.Plan(), 65, "learned positions for 64 tokens, .*: sequence=64"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("plan", "sequence", "words"), [
+    (mk.Plan(cp=4, cp_order="zigzag"), 60, "two pieces per rank does not divide .*: sequence=56 does"),
+    (mk.Plan(tp=2, sequence_parallel=True), 63, "tp=2 with sequence_parallel=True .*: sequence=62 does"),
+    (mk.Plan(), 65, "learned positions for 64 tokens, .*: sequence=64"),
+], ids=repr)  # fmt: skip
 def test_an_estimate_rejects_what_a_dry_run_does(
     clusters: Clusters, plan: mk.Plan, sequence: int, words: str
 ) -> None:
     tokens = torch.empty(4, sequence, dtype=torch.long, device="meta")
     with pytest.raises(ValueError):
         mk.trace_fake(
-            small_gpt,
-            plan,
-            batch=(tokens, tokens),
-            loss=next_token_loss,
-            optimizer=adamw,
-            cluster=clusters(1),
-        )
+            small_gpt, plan, batch=(tokens, tokens), loss=next_token_loss, optimizer=adamw, cluster=clusters(1),
+        )  # fmt: skip
     with pytest.raises(ValueError, match=words):
         mk.estimate(small_gpt(), plan, "8x-a100-nvlink", global_batch=4, sequence=sequence)
 
@@ -303,18 +289,15 @@ def test_the_kits_gpt(experts: int) -> None:
     assert architecture_of(model).parameters == pytest.approx(theirs, rel=2e-3)  # the head's bias
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("lama3-8b", "llama3-8b"),
-        ("nowhere/config.json", "cannot be read"),
-        ({"layers": 2, "hidden": 10, "heads": 4}, "heads divides it"),
-        ({"layers": 2, "hidden": 12, "heads": 4, "vocab": 9}, "Did you mean 'vocabulary'"),
-        ({"layers": 0, "hidden": 12, "heads": 4}, "layers=0"),
-        (torch.nn.Linear(2, 2), "mk.profile"),
-        (3, "no config"),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    ("lama3-8b", "llama3-8b"),
+    ("nowhere/config.json", "cannot be read"),
+    ({"layers": 2, "hidden": 10, "heads": 4}, "heads divides it"),
+    ({"layers": 2, "hidden": 12, "heads": 4, "vocab": 9}, "Did you mean 'vocabulary'"),
+    ({"layers": 0, "hidden": 12, "heads": 4}, "layers=0"),
+    (torch.nn.Linear(2, 2), "mk.profile"),
+    (3, "no config"),
+])  # fmt: skip
 def test_what_is_no_architecture(model: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         architecture_of(model)
@@ -330,11 +313,9 @@ def test_flops_are_megatrons() -> None:
 
 
 WANTED = {
-    "nemotron": {"num_key_value_heads": 8},
-    "glm4_moe": {"head_dim": 128},
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "electra": {"embedding_size": 256},
-}
+    "nemotron": {"num_key_value_heads": 8}, "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6}, "electra": {"embedding_size": 256},
+}  # fmt: skip
 """What a config does not have by default and its published ones have; electra's large ones have one width."""
 AUTO = (
     transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForSeq2SeqLM,
@@ -361,16 +342,12 @@ def test_each_kind_has_the_parameters_of_its_module(kind: str) -> None:
         assert architecture_of(described).parameters == pytest.approx(theirs, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (transformers.AlbertConfig(), "has not counted the parameters of model_type='albert'"),
-        (transformers.Mamba2Config(), "has not counted the parameters of model_type='mamba2'"),
-        (transformers.Qwen3MoeConfig(mlp_only_layers=[0]), r"mlp_only_layers=\[0\]"),
-        (transformers.ElectraConfig(), "embedding_size=128"),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
+@pytest.mark.parametrize(("config", "words"), [
+    (transformers.AlbertConfig(), "has not counted the parameters of model_type='albert'"),
+    (transformers.Mamba2Config(), "has not counted the parameters of model_type='mamba2'"),
+    (transformers.Qwen3MoeConfig(mlp_only_layers=[0]), r"mlp_only_layers=\[0\]"),
+    (transformers.ElectraConfig(), "embedding_size=128"),
+], ids=lambda value: getattr(value, "model_type", ""))  # fmt: skip
 def test_a_config_that_says_too_little_is_not_guessed_at(config: Any, words: str) -> None:
     with pytest.raises(NoArchitecture, match=words):
         architecture_of(config)

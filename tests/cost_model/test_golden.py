@@ -1,7 +1,5 @@
 """What was published of Megatron and of mixtures of experts, beside estimates: memory, steps, methods in order."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from itertools import combinations, pairwise

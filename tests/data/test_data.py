@@ -1,7 +1,5 @@
 """A dataset in batches: who takes which samples, that none is lost or doubled, and that it trains the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -56,16 +54,10 @@ def plainly(model: nn.Module, batches: mk.Batches, steps: int, **how: Any) -> tu
     return serial(model, [batches[step] for step in range(steps)], steps=steps, **HOW | how)
 
 
-# ---------------------------------------------------------------- which samples
-
-
 @given(
-    samples=st.integers(1, 40),
-    batch=st.integers(1, 12),
-    n=st.integers(1, 5),
-    seed=st.integers(0, 3),
+    samples=st.integers(1, 40), batch=st.integers(1, 12), n=st.integers(1, 5), seed=st.integers(0, 3),
     epoch=st.integers(0, 3),
-)
+)  # fmt: skip
 @settings(max_examples=60)
 def test_every_sample_is_taken_once_an_epoch(samples: int, batch: int, n: int, seed: int, epoch: int) -> None:
     batches = mk.Batches(points(samples), batch, seed=seed)
@@ -86,8 +78,6 @@ def test_every_sample_is_taken_once_an_epoch(samples: int, batch: int, n: int, s
             assert len(theirs) - len(taken[rank]) <= 1
             assert theirs[: len(taken[rank])] == taken[rank]
 
-
-# ---------------------------------------------------------------- training on it
 
 PLANS = [
     mk.Plan.serial(),
@@ -134,24 +124,16 @@ def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
     same = mk.data.data_digest(x, y)
     assert same == mk.data.data_digest(x.clone(), y.numpy()) == mk.data.data_digest(x.t().contiguous().t(), y)
     others = [
-        mk.data.data_digest(x.double(), y),
-        mk.data.data_digest(x.reshape(3, 1, 2), y),
-        mk.data.data_digest((x,), y.int()),
-        mk.data.data_digest({"x": x}, y),
-        mk.data.data_digest(-x, y),
-        mk.data.data_digest(x.flip(0), y),
-        mk.data.data_digest(x.bfloat16(), y),
-        mk.data.data_digest(x > 2, y),
-    ]
+        mk.data.data_digest(x.double(), y), mk.data.data_digest(x.reshape(3, 1, 2), y),
+        mk.data.data_digest((x,), y.int()), mk.data.data_digest({"x": x}, y), mk.data.data_digest(-x, y),
+        mk.data.data_digest(x.flip(0), y), mk.data.data_digest(x.bfloat16(), y), mk.data.data_digest(x > 2, y),
+    ]  # fmt: skip
     assert len({same, *others}) == 9
     assert mk.data.data_digest(x[:0], y[:0]) == NOTHING
     assert len(set(mk.data.sample_digests(x, y))) == 3
     assert mk.data.data_digest(torch.zeros(2, 0), torch.zeros(2)) != mk.data.data_digest(
         torch.zeros(3, 0), torch.zeros(3)
     )
-
-
-# ---------------------------------------------------------------- what cannot work says so
 
 
 class Stream(IterableDataset[Any]):
@@ -164,24 +146,21 @@ class Endless(Dataset[Any]):
         return torch.zeros(1), 0
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: mk.Batches(torch.zeros(3, 2), 2), r"TensorDataset\(inputs, targets\)"),
-        (lambda: mk.Batches(DataLoader(points(3)), 2), "data=loader"),
-        (lambda: mk.Batches(Stream(), 2), "map-style"),
-        (lambda: mk.Batches(Endless(), 2), r"no len\(\)"),
-        (lambda: mk.Batches([], 2), "no samples"),
-        (lambda: mk.Batches(points(3), 0), "batch_size=0"),
-        (lambda: mk.Batches(points(3), True), "batch_size=True"),
-        (lambda: mk.Batches(points(3), 2, seed=-1), "seed=-1"),
-        (lambda: mk.Batches(points(3), 4, drop_last=True), "batch_size=3 makes one"),
-        (lambda: mk.Batches(points(3), 2)[-1], "step=-1"),
-        (lambda: mk.Batches([torch.zeros(2)] * 3, 2)[0], "not a pair"),
-        (lambda: mk.Batches([("a", 1)] * 3, 2)[0], "the inputs of a sample are tuple: a tensor"),
-        (lambda: mk.Batches([(torch.zeros(i), 1) for i in (1, 2)], 2)[0], "do not go into one batch"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: mk.Batches(torch.zeros(3, 2), 2), r"TensorDataset\(inputs, targets\)"),
+    (lambda: mk.Batches(DataLoader(points(3)), 2), "data=loader"),
+    (lambda: mk.Batches(Stream(), 2), "map-style"),
+    (lambda: mk.Batches(Endless(), 2), r"no len\(\)"),
+    (lambda: mk.Batches([], 2), "no samples"),
+    (lambda: mk.Batches(points(3), 0), "batch_size=0"),
+    (lambda: mk.Batches(points(3), True), "batch_size=True"),
+    (lambda: mk.Batches(points(3), 2, seed=-1), "seed=-1"),
+    (lambda: mk.Batches(points(3), 4, drop_last=True), "batch_size=3 makes one"),
+    (lambda: mk.Batches(points(3), 2)[-1], "step=-1"),
+    (lambda: mk.Batches([torch.zeros(2)] * 3, 2)[0], "not a pair"),
+    (lambda: mk.Batches([("a", 1)] * 3, 2)[0], "the inputs of a sample are tuple: a tensor"),
+    (lambda: mk.Batches([(torch.zeros(i), 1) for i in (1, 2)], 2)[0], "do not go into one batch"),
+])  # fmt: skip
 def test_a_dataset_that_makes_no_batches_says_so(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
@@ -193,9 +172,6 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_starts(clusters: C
     normed = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double()
     with pytest.raises(ValueError, match=r"some rank has no sample.*batchnorm='local'"):
         clusters(4).train(normed, mk.Batches(points(10), 8), mk.Plan.ddp(4), steps=2, **HOW)
-
-
-# ---------------------------------------------------------------- loading on the ranks, and its time
 
 
 class Computed(Dataset[Any]):

@@ -1,7 +1,5 @@
 """Data parallelism: DDP in buckets, DP's five exchanges, statistics of a batch over all ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +22,6 @@ from tests.recipes import adamw, normal, sgd
 from tests.serial import Clusters, Train, check_equal
 
 # ---- DDP equals serial training, and sends what torch's own DDP sends.
-
-
-# ---------------------------------------------------------------- parameters that nobody uses
 
 
 class Forks(nn.Module):
@@ -66,9 +61,6 @@ def test_unused_parameters_are_named(train: Train, make: Any) -> None:
         train(model, forked(0, 1), make(2), **how)
 
 
-# ---------------------------------------------------------------- what is sent, and when
-
-
 def wide(layers: int = 4) -> nn.Module:
     """Layers of 1 MiB and a bias each."""
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(layers)))
@@ -79,9 +71,6 @@ def sent(run: Run, kind: str) -> list[list[int]]:
     frame = run.timeline().to_dataframe()
     frame = frame[(frame["rank"] == 0) & (frame["kind"] == kind)]
     return [frame[frame["step"] == step]["bytes"].tolist() for step in range(run.steps)]
-
-
-# ---------------------------------------------------------------- beside torch's own
 
 
 def torchs_own(
@@ -132,9 +121,6 @@ def test_gradients_and_calls_are_those_of_torchs_ddp(clusters: Clusters, train: 
 # ---- DP, as torch.nn.DataParallel does it: five exchanges a batch, rank 0 busier and fuller, serial's numbers
 
 
-# ---------------------------------------------------------------- what it is known for
-
-
 def test_five_exchanges_a_batch(train: Train) -> None:
     torch.manual_seed(1)
     model = GPT(layers=2, width=16, heads=2, length=12)
@@ -178,9 +164,6 @@ def test_rank_0_is_fuller_than_the_rest(train: Train) -> None:
     assert [int(held["total"][held["category"] == number][-1]) for number in (0, 1)] == [0, 0]
 
 
-# ---------------------------------------------------------------- equal to serial training
-
-
 class Two(nn.Module):
     """Two inputs by name, two outputs, a buffer that each forward changes, and whole numbers."""
 
@@ -214,9 +197,6 @@ def test_several_inputs_and_outputs_micro_batches_and_evaluation(train: Train) -
     )
 
 
-# ---------------------------------------------------------------- what it refuses
-
-
 class Summary(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).mean(0)
@@ -233,13 +213,9 @@ def test_outputs_that_cannot_be_gathered(train: Train) -> None:
         train(Summary(3, 2), data, mk.Plan.dp(2), loss=lambda o, t: (o - t).mean(), optimizer=adamw, steps=1)
     with pytest.raises(ValueError, match="the model makes neither a tensor nor a tuple"):
         train(
-            Named(3, 2),
-            data,
-            mk.Plan.dp(2),
-            loss=lambda o, t: (o["logits"] - t).mean(),
-            optimizer=adamw,
+            Named(3, 2), data, mk.Plan.dp(2), loss=lambda o, t: (o["logits"] - t).mean(), optimizer=adamw,
             steps=1,
-        )
+        )  # fmt: skip
 
 
 def test_parts_that_are_not_equal(train: Train) -> None:
@@ -326,9 +302,6 @@ def test_forward_backward_and_running_statistics(clusters: Clusters, kind: str) 
         torch.testing.assert_close(sum(rank[1][name] for rank in ranks), gradient, **EXACT)
     for _, _, found in ranks:
         torch.testing.assert_close(found, state, **EXACT)
-
-
-# ---------------------------------------------------------------- in training
 
 
 @pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])

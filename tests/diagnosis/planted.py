@@ -9,8 +9,6 @@ Runs are played on tensors without content and replayed, so a case takes a fract
     changed clocks    host-bound launches, synchronizing calls: the wall clock with gaps between operations
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -229,10 +227,8 @@ def walled(trace: mk.Trace, kinds: tuple[Kind, ...], gap: float, call: bool = Fa
     standing = spans["kind"] == Kind.COMPUTE
     if call:
         spans["kind"][standing], spans["lane"][standing], spans["bytes"][standing] = (
-            Kind.COPY_TO_HOST,
-            Lane.HOST,
-            4,
-        )
+            Kind.COPY_TO_HOST, Lane.HOST, 4,
+        )  # fmt: skip
         spans["end"][standing] = spans["start"][standing] + 1e-5
     spans["start"] = spans["issued"]
     kept = np.flatnonzero(~standing | call)

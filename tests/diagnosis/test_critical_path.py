@@ -1,7 +1,5 @@
 """The critical path: what it adds up to, and what changes of single operations do to the step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -110,9 +108,6 @@ def test_what_is_asked_for_and_not_there() -> None:
         path.if_free(kind="all_reduce")
     with pytest.raises(ValueError, match="has no step 3"):
         mk.simulate(mk.Plan.gpipe(2, 2)).critical_path(3)
-
-
-# ---- views -----------------------------------------------------------------------------------------------------
 
 
 def test_it_prints_and_is_drawn() -> None:

@@ -1,7 +1,5 @@
 """Diagnoses: the planted cause comes first, sound runs have none, and each number can be checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,10 +20,10 @@ from mpkit.common.units import percent
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.mesh import axis_of
 from mpkit.timeline import simulation
-from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.diagnosis.evidence import WORTH, list_ranks
 from mpkit.timeline.diagnosis.rules import RULES
 from mpkit.timeline.findings import Diagnosis
+from mpkit.timeline.idleness import bubble_words
 from mpkit.timeline.traffic import members_of
 from mpkit.trace import Kind
 from tests.counted import counted
@@ -49,9 +47,6 @@ MIDDLE = [[case for case in CASES if case.kind == kind][2] for kind in KINDS]
 def diagnosed(case: Case) -> tuple[mk.Timeline, Diagnosis]:
     timeline, machine = case.make()
     return timeline, timeline.diagnose(hardware=machine)
-
-
-# ---- held to truth ----------------------------------------------------------------------------------------------
 
 
 def test_a_diagnosis_and_a_comparison_agree_on_idle_time() -> None:
@@ -132,9 +127,6 @@ def test_many_collectives_of_a_few_bytes_are_latency() -> None:
     assert first.kind == "exposed communication" and " of its time is latency: " in first.reason
 
 
-# ---- what a finding says ----------------------------------------------------------------------------------------
-
-
 def test_a_gain_is_what_the_cause_costs() -> None:
     sound, slow = mk.Timeline.of(ddp()), slow_rank(ddp(), 3, 1.6)
     finding = slow.diagnose()[0]
@@ -175,9 +167,6 @@ def test_a_step_played_with_other_durations_is_the_one_simulated_with_them(
             took[nodes] *= factors[spans["stage"][row]]
     expected = mk.simulate(plan, after, after, after, hop=hop).step_time
     assert graph.graph.time_with(took) == pytest.approx(expected)
-
-
-# ---- shown ------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_shown_in_a_notebook_and_on_a_page(tmp_path: Path) -> None:
@@ -285,9 +274,6 @@ def chain(widths: list[int]) -> nn.Module:
 
 def kinds(timeline: mk.Timeline, **given: Any) -> list[str]:
     return [finding.kind for finding in timeline.diagnose(**given)]
-
-
-# ---- programs of one's own, watched ------------------------------------------------------------------------------
 
 
 def ran(

@@ -1,7 +1,5 @@
 """Stored machines, as facts. "source" says where the shape of the outputs is from that the facts were read from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

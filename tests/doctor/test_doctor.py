@@ -1,7 +1,5 @@
 """The doctor on this machine, whatever it is, as a user would ask it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -47,11 +45,8 @@ def test_the_command_in_a_broken_environment_says_all_that_is_wrong_and_exits_wi
     assert not found["ok"]
     said = " ".join(each["what"] for each in found["findings"] if each["level"] == "costs")
     for words in (
-        "may open 300 files",
-        "did you mean NCCL_SOCKET_IFNAME?",
-        "this machine has",
-        "does not take 'NVLINK'",
-    ):
+        "may open 300 files", "did you mean NCCL_SOCKET_IFNAME?", "this machine has", "does not take 'NVLINK'",
+    ):  # fmt: skip
         assert words in said
 
 
@@ -114,14 +109,11 @@ def test_a_dgx_1_has_nvlink_between_some_and_a_group_of_four_is_named() -> None:
     assert "devices=[0, 1, 2, 3]" in link.fix
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (torch_of(0), "torch sees 0 of the 8 GPUs.*is a build without CUDA"),
-        (torch_of(1) | {"gpus": 0, "error": "The NVIDIA driver on your system is too old"}, "too old"),
-        (torch_of(5), "torch sees 5 of the 8 GPUs"),
-    ],
-)
+@pytest.mark.parametrize(("build", "words"), [
+    (torch_of(0), "torch sees 0 of the 8 GPUs.*is a build without CUDA"),
+    (torch_of(1) | {"gpus": 0, "error": "The NVIDIA driver on your system is too old"}, "too old"),
+    (torch_of(5), "torch sees 5 of the 8 GPUs"),
+])  # fmt: skip
 def test_gpus_that_torch_does_not_see(build: dict[str, Any], words: str) -> None:
     import re
 
@@ -130,16 +122,13 @@ def test_gpus_that_torch_does_not_see(build: dict[str, Any], words: str) -> None
     assert "nvidia-smi -L" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("visible", "seen", "words"),
-    [
-        ("0,2", 2, None),
-        ("", 0, None),
-        ("0,9,1", 1, "names 9, which is no GPU here .there are 0 to 7.: CUDA drops it and all behind it"),
-        ("0,0", 0, "names a GPU twice"),
-        ("gpu1", 0, "neither an index nor a UUID"),
-    ],
-)
+@pytest.mark.parametrize(("visible", "seen", "words"), [
+    ("0,2", 2, None),
+    ("", 0, None),
+    ("0,9,1", 1, "names 9, which is no GPU here .there are 0 to 7.: CUDA drops it and all behind it"),
+    ("0,0", 0, "names a GPU twice"),
+    ("gpu1", 0, "neither an index nor a UUID"),
+])  # fmt: skip
 def test_visible_devices(visible: str, seen: int, words: str | None) -> None:
     import re
 
@@ -150,21 +139,18 @@ def test_visible_devices(visible: str, seen: int, words: str | None) -> None:
     assert words is None or any(re.search(words, each) for each in costs(found))
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "level", "words"),
-    [
-        ("NCCL_P2P_DISABLE", "1", "costs", "do not read each other's memory"),
-        ("NCCL_P2P_DISABLE", "yes", "costs", "does not take 'yes': 0, 1"),
-        ("NCCL_IB_DISABLE", "0", "note", "InfiniBand"),
-        ("NCCL_DEBUG", "verbose", "costs", "VERSION, WARN, INFO, TRACE"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "costs", "this machine has lo, eth0, ib0"),
-        ("NCCL_SOCKET_IFNAME", "^docker", "note", ""),
-        ("NCCL_SOKET_IFNAME", "eth0", "costs", "did you mean NCCL_SOCKET_IFNAME?"),
-        ("NCCL_BLOCKING_WAIT", "1", "costs", "TORCH_NCCL_BLOCKING_WAIT since torch 2.2"),
-        ("NCCL_OF_MY_OWN_PLUGIN", "1", "note", "no table here knows it"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "costs", "every kernel is waited for"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value", "level", "words"), [
+    ("NCCL_P2P_DISABLE", "1", "costs", "do not read each other's memory"),
+    ("NCCL_P2P_DISABLE", "yes", "costs", "does not take 'yes': 0, 1"),
+    ("NCCL_IB_DISABLE", "0", "note", "InfiniBand"),
+    ("NCCL_DEBUG", "verbose", "costs", "VERSION, WARN, INFO, TRACE"),
+    ("NCCL_SOCKET_IFNAME", "=eth", "costs", "this machine has lo, eth0, ib0"),
+    ("NCCL_SOCKET_IFNAME", "^docker", "note", ""),
+    ("NCCL_SOKET_IFNAME", "eth0", "costs", "did you mean NCCL_SOCKET_IFNAME?"),
+    ("NCCL_BLOCKING_WAIT", "1", "costs", "TORCH_NCCL_BLOCKING_WAIT since torch 2.2"),
+    ("NCCL_OF_MY_OWN_PLUGIN", "1", "note", "no table here knows it"),
+    ("CUDA_LAUNCH_BLOCKING", "1", "costs", "every kernel is waited for"),
+])  # fmt: skip
 def test_variables(variable: str, value: str, level: str, words: str) -> None:
     found = report("8x-a100-nvswitch", environment={variable: value})
     [about] = [finding for finding in found.findings if finding.subject == "variables"]
@@ -173,30 +159,24 @@ def test_variables(variable: str, value: str, level: str, words: str) -> None:
     assert words in about.what
 
 
-@pytest.mark.parametrize(
-    ("process", "words"),
-    [
-        ({"limits": {"nofile": (256, 4096), "memlock": (-1, -1)}}, "limits: This process may open 256 files"),
-        (
-            {"limits": {"nofile": (65536, 65536), "memlock": (65536, 65536)}},
-            "limits: This process may lock 64 KiB",
-        ),
-        ({"shm": (64 << 20, 60 << 20)}, "Shared memory is small: 60 MiB free (64 MiB is Docker's default)"),
-        ({"cpus": 8}, "CPUs: 8 CPUs for 8 GPUs: less than two for each"),
-    ],
-)
+@pytest.mark.parametrize(("process", "words"), [
+    ({"limits": {"nofile": (256, 4096), "memlock": (-1, -1)}}, "limits: This process may open 256 files"),
+    (
+        {"limits": {"nofile": (65536, 65536), "memlock": (65536, 65536)}},
+        "limits: This process may lock 64 KiB",
+    ),
+    ({"shm": (64 << 20, 60 << 20)}, "Shared memory is small: 60 MiB free (64 MiB is Docker's default)"),
+    ({"cpus": 8}, "CPUs: 8 CPUs for 8 GPUs: less than two for each"),
+])  # fmt: skip
 def test_a_narrow_process(process: dict[str, Any], words: str) -> None:
     assert any(words in each for each in costs(report("8x-a100-nvswitch", **process)))
 
 
-@pytest.mark.parametrize(
-    ("why", "what", "fix"),
-    [
-        ("NVML answers Driver Not Loaded", "The NVIDIA driver does not answer", "modprobe"),
-        ("NVML: No devices were found", "finds no GPU", "lspci"),
-        ("NVML did not answer within 10 s", "driver hangs", "xid"),
-    ],
-)
+@pytest.mark.parametrize(("why", "what", "fix"), [
+    ("NVML answers Driver Not Loaded", "The NVIDIA driver does not answer", "modprobe"),
+    ("NVML: No devices were found", "finds no GPU", "lspci"),
+    ("NVML did not answer within 10 s", "driver hangs", "xid"),
+])  # fmt: skip
 def test_a_driver_that_fails_is_an_error(why: str, what: str, fix: str) -> None:
     found = report(None, nvml={"why": why, "failed": True})
     assert not found.ok

@@ -1,7 +1,5 @@
 """Trainings on tensors without content: traces, ranks that stand for others, memory."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
@@ -24,13 +22,10 @@ from tests.serial import Clusters
 
 # ---- A rank played alone on tensors without content does what the real one does.
 
-# ---------------------------------------------------------------- equal to the real run
 
-
-@pytest.mark.parametrize("plan", [mk.Plan.tp(2)], ids=repr)
-def test_a_function_may_return_a_model_that_is_there(clusters: Clusters, plan: mk.Plan) -> None:
+def test_a_function_may_return_a_model_that_is_there(clusters: Clusters) -> None:
     """Each rank gets a copy: strategies change the model that they are given."""
-    model, cluster = GPT(layers=2), clusters(1)
+    model, cluster, plan = GPT(layers=2), clusters(1), mk.Plan.tp(2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     anew, once = (
         mk.trace_fake(make, plan, batch=tokens(4, 16), loss=next_token_loss, optimizer=adamw, cluster=cluster)
@@ -39,9 +34,6 @@ def test_a_function_may_return_a_model_that_is_there(clusters: Clusters, plan: m
     assert mk.Timeline.of(once).to_dataframe().equals(mk.Timeline.of(anew).to_dataframe())
     assert mk.Timeline.of(once).peak_memory == mk.Timeline.of(anew).peak_memory
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-# ---------------------------------------------------------------- at full size
 
 
 def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,22 +60,16 @@ def test_times_within_an_action_are_counted_operator_by_operator(clusters: Clust
         mk.Timeline.of(trace)
 
 
-# ---------------------------------------------------------------- what cannot be played
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_fn": nn.Linear(2, 2)}, "a function that makes the model"),
-        ({"plan": "ddp"}, "give a Plan"),
-        ({"hardware": "abacus"}, "none of that name"),
-        ({"batch": torch.zeros(3)}, r"a pair \(inputs, targets\)"),
-        ({"batch": (torch.zeros(4, 3), torch.zeros(4, 2))}, "The model refuses data of this shape"),
-        ({"loss": lambda y, t: y}, "not a scalar"),
-        ({"optimizer": 3}, "it is a function of parameters"),
-        ({"model_fn": lambda: 3}, "model is int"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"model_fn": nn.Linear(2, 2)}, "a function that makes the model"),
+    ({"plan": "ddp"}, "give a Plan"),
+    ({"hardware": "abacus"}, "none of that name"),
+    ({"batch": torch.zeros(3)}, r"a pair \(inputs, targets\)"),
+    ({"batch": (torch.zeros(4, 3), torch.zeros(4, 2))}, "The model refuses data of this shape"),
+    ({"loss": lambda y, t: y}, "not a scalar"),
+    ({"optimizer": 3}, "it is a function of parameters"),
+    ({"model_fn": lambda: 3}, "model is int"),
+])  # fmt: skip
 def test_mistakes_are_explained(clusters: Clusters, change: dict[str, Any], words: str) -> None:
     good: dict[str, Any] = {
         "model_fn": lambda: nn.Sequential(nn.Linear(2, 2)), "plan": mk.Plan.ddp(2),
@@ -95,8 +81,6 @@ def test_mistakes_are_explained(clusters: Clusters, change: dict[str, Any], word
 
 
 # ---- Any mesh played on tensors without content does what the real one does, and ranks that are alike are played once.
-
-# ---------------------------------------------------------------- ranks that stand for others
 
 
 @given(
@@ -121,7 +105,6 @@ def test_a_mirror_names_the_ranks_that_it_would_talk_to_itself(
 
 # ---- Memory played on tensors without content, beside torch.profiler's allocator.
 
-# ---- beside torch.profiler ---------------------------------------------------------------------------------------
 
 FAST = {("ResNet", "recomputed"), ("LSTM", "plain")}
 ALL = [(model, plan) for model in CASES for plan in PLANS]

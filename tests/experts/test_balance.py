@@ -1,7 +1,5 @@
 """Routing that depends on the whole batch, in training by every kind of plan: it equals serial training."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -86,18 +84,15 @@ def test_the_bias_is_that_of_the_reference() -> None:
         bias = move_bias(bias, chosen.flatten().bincount(minlength=4), 0.1)
 
 
-@pytest.mark.parametrize(
-    ("plan", "balancing", "works"),
-    [
-        (mk.Plan(dp=2, microbatches=2), {"aux_loss": 0.1}, "Plan(dp=2)"),
-        (
-            mk.Plan(pp=2, schedule="1f1b", microbatches=2, tp=2),
-            {"aux_loss": 0.1},
-            "Plan(pp=2, tp=2, schedule='gpipe', microbatches=2)",
-        ),
-        (mk.Plan(dp=2, data_parallel="dp"), {"bias_rate": 0.1}, "Plan(dp=2)"),
-    ],
-)
+@pytest.mark.parametrize(("plan", "balancing", "works"), [
+    (mk.Plan(dp=2, microbatches=2), {"aux_loss": 0.1}, "Plan(dp=2)"),
+    (
+        mk.Plan(pp=2, schedule="1f1b", microbatches=2, tp=2),
+        {"aux_loss": 0.1},
+        "Plan(pp=2, tp=2, schedule='gpipe', microbatches=2)",
+    ),
+    (mk.Plan(dp=2, data_parallel="dp"), {"bias_rate": 0.1}, "Plan(dp=2)"),
+])  # fmt: skip
 def test_plans_that_do_not_see_the_whole_batch(plan: mk.Plan, balancing: dict[str, Any], works: str) -> None:
     """Each is rejected, with a plan that is not."""
     data = [(x.view(-1, 12)[:8], y.view(-1, 12)[:8]) for x, y in texts(12)]
@@ -172,15 +167,12 @@ def test_a_balance_says_what_it_would_do() -> None:
     assert balance.to_svg().count("<title>expert ") == 2 * (12 + 16)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "gpus", "message"),
-    [
-        (13, 4, "replicas=16 would work"),
-        (8, 4, "replicas=12 would work"),
-        (16, 16, "divided over 1 to 12 GPUs"),
-        (16, 0, "divided over 1 to 12 GPUs"),
-    ],
-)
+@pytest.mark.parametrize(("replicas", "gpus", "message"), [
+    (13, 4, "replicas=16 would work"),
+    (8, 4, "replicas=12 would work"),
+    (16, 16, "divided over 1 to 12 GPUs"),
+    (16, 0, "divided over 1 to 12 GPUs"),
+])  # fmt: skip
 def test_numbers_that_do_not_divide_are_rejected_with_ones_that_do(
     replicas: int, gpus: int, message: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Experts divided over ranks: training equals serial training, whatever the routing, the mesh, and the ZeRO stage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,15 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 def gpt(**sizes: Any) -> nn.Module:
     torch.manual_seed(0)
     given = {
-        "vocab": 33,
-        "layers": 2,
-        "width": 12,
-        "heads": 3,
-        "length": 8,
-        "experts": 4,
-        "top_k": 2,
-        **sizes,
-    }
+        "vocab": 33, "layers": 2, "width": 12, "heads": 3, "length": 8, "experts": 4, "top_k": 2, **sizes,
+    }  # fmt: skip
     return GPT(**given).double()
 
 
@@ -74,17 +65,10 @@ def test_all_tokens_to_one_expert(train: Train, favourite: int, top_k: int, zero
     check_equal(train, Biased(favourite, top_k).double(), data, mk.Plan(dp=2, zero=zero, ep=2), **how)
 
 
-# ---- what is sent ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1),
-        mk.Plan(pp=2, dp=2, ep=2, schedule="overlapped_1f1b", virtual_stages=1, microbatches=2),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("plan", [
+    mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1),
+    mk.Plan(pp=2, dp=2, ep=2, schedule="overlapped_1f1b", virtual_stages=1, microbatches=2),
+], ids=repr)  # fmt: skip
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 def test_the_matrix_of_bytes_is_that_of_the_tokens(train: Train, tmp_path: Path, plan: mk.Plan) -> None:
     """Each pair of ranks exchanged the rows that routers sent from one to the other; a call's parts are its payload."""
@@ -129,9 +113,6 @@ def test_the_matrix_of_bytes_is_that_of_the_tokens(train: Train, tmp_path: Path,
             replace(run.trace, ranks=ranks).check()
 
 
-# ---- what is rejected --------------------------------------------------------------------------------------------
-
-
 def test_models_that_cannot_be() -> None:
     how = {**HOW, "ranks": 4}
     with pytest.raises(ValueError, match=r"(?s)MLP has none that mpkit knows.*Without experts: ep=1"):
@@ -149,9 +130,6 @@ def test_models_that_cannot_be() -> None:
         prepare(drawing, texts(4), mk.Plan(dp=4, ep=4), **how)
     with pytest.raises(ValueError, match=r"top_k=5\): a token visits top_k different experts.*top_k=4"):
         MixtureOfExperts(8, experts=4, top_k=5)
-
-
-# ---- the load of experts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,18 +166,15 @@ ZOO = {one.name: one for one in ARCHITECTURES}
 soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        soak("mixtral", mk.Plan(dp=2, tp=2, ep=2)),  # whose own plan divides experts along tp, if ep does not
-        soak("mixtral", mk.Plan(dp=2, tp=2, ep=2, etp=2, zero=1)),
-        ("gpt_oss", mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, ep=2)),  # with biases
-        soak("qwen2_moe", mk.Plan(dp=2, zero=3, ep=2)),  # with a shared expert
-        soak("qwen3_moe", mk.Plan(cp=2, ep=2)),
-        soak("olmoe", mk.Plan(dp=4, ep=4)),
-        soak("granite_moe", mk.Plan(dp=4, zero=1, ep=2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "plan"), [
+    soak("mixtral", mk.Plan(dp=2, tp=2, ep=2)),  # whose own plan divides experts along tp, if ep does not
+    soak("mixtral", mk.Plan(dp=2, tp=2, ep=2, etp=2, zero=1)),
+    ("gpt_oss", mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, ep=2)),  # with biases
+    soak("qwen2_moe", mk.Plan(dp=2, zero=3, ep=2)),  # with a shared expert
+    soak("qwen3_moe", mk.Plan(cp=2, ep=2)),
+    soak("olmoe", mk.Plan(dp=4, ep=4)),
+    soak("granite_moe", mk.Plan(dp=4, zero=1, ep=2)),
+])  # fmt: skip
 def test_mixtures_of_transformers_equal_serial_training(train: Train, name: str, plan: mk.Plan) -> None:
     task, model = ZOO[name].task, build(ZOO[name])
     if (

@@ -1,7 +1,5 @@
 """A strategy for each layer: SOAP's ways on two ranks, layers described, the exact search."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from math import inf, prod

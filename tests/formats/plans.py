@@ -1,7 +1,5 @@
 """Random plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Texts as they are in public repositories, each in its shortest form."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import fields

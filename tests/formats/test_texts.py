@@ -1,7 +1,5 @@
 """What is written, literally; what is refused; what other people's files say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -166,8 +164,6 @@ def test_bombs(what: str) -> None:
     assert len(str(caught.value)) < 2_000
 
 
-# ---------------------------------------------------------------- values that a program would compute
-
 MEGATRON = "torchrun --nproc-per-node 8 \\\n pretrain_gpt.py --tensor-model-parallel-size "
 TWO = Plan(dp=4, tp=2, schedule="1f1b", bucket_mb=2**20)  # no overlap: all gradients at once
 
@@ -189,15 +185,11 @@ def test_variables_that_the_script_assigns(what: str) -> None:
 
 
 OPEN: dict[str, str] = {
-    "not assigned": f"{MEGATRON}$TP",
-    "said twice": f"TP=2\nTP=4\n{MEGATRON}$TP",
-    "of each other": f"TP=$A\nA=$TP\n{MEGATRON}$TP",
-    "after a test": f"[ $X ] && TP=4\n{MEGATRON}$TP",
-    "changed": f"TP=22\n{MEGATRON}${{TP%2}}",
-    "in an if": f"TP=2\nif [ $X ]; then\n  TP=4\nfi\n{MEGATRON}$TP",
-    "a loop's": f"for TP in 1 2; do\n{MEGATRON}$TP\ndone",
-    "twice": f"{MEGATRON}2\n{MEGATRON}4",
-}
+    "not assigned": f"{MEGATRON}$TP", "said twice": f"TP=2\nTP=4\n{MEGATRON}$TP",
+    "of each other": f"TP=$A\nA=$TP\n{MEGATRON}$TP", "after a test": f"[ $X ] && TP=4\n{MEGATRON}$TP",
+    "changed": f"TP=22\n{MEGATRON}${{TP%2}}", "in an if": f"TP=2\nif [ $X ]; then\n  TP=4\nfi\n{MEGATRON}$TP",
+    "a loop's": f"for TP in 1 2; do\n{MEGATRON}$TP\ndone", "twice": f"{MEGATRON}2\n{MEGATRON}4",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", OPEN)

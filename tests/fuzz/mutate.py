@@ -1,7 +1,5 @@
 """Damage to files, drawn from a seed: to bytes, to words of a text, and to values of a JSON."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Every reader of files that may be a stranger's: what it reads when all is well, and the one error that it raises."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib
@@ -88,15 +86,9 @@ def kineto() -> list[bytes]:
 
     def span(cat: str, name: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:
         return {
-            "ph": "X",
-            "cat": cat,
-            "name": name,
-            "pid": 7,
-            "tid": tid,
-            "ts": 1e15 + ts,
-            "dur": dur,
+            "ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": 1e15 + ts, "dur": dur,
             "args": args,
-        }
+        }  # fmt: skip
 
     host = [
         span("user_annotation", "ProfilerStep#3", 0, 100), span("user_annotation", "PP:0F0", 1, 20),
@@ -264,10 +256,8 @@ def damaged_checkpoint(data: bytes, draw: random.Random) -> bytes:
 
 def notebooks() -> list[bytes]:
     output = {
-        "output_type": "display_data",
-        "data": {"application/x": {}, "text/plain": ["x"]},
-        "metadata": {},
-    }
+        "output_type": "display_data", "data": {"application/x": {}, "text/plain": ["x"]}, "metadata": {},
+    }  # fmt: skip
     cells = [
         {
             "cell_type": "code",

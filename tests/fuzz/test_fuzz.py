@@ -1,7 +1,5 @@
 """Each reader of files reads 10,000 damaged ones or refuses them with its one error, in bounded time and memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

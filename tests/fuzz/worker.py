@@ -3,8 +3,6 @@
 python -m tests.fuzz.worker READER FIRST LAST SECONDS
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import random

@@ -4,8 +4,6 @@
 GPU, one entry per round of questions. They are made up, since no two GPUs were at hand.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 No GPU is needed: `FakeNvml` plays samples that were made by hand in the format of a recording.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace
@@ -68,9 +66,6 @@ def trace() -> mk.Trace:
     return mk.Trace([played(FIRST), played(SECOND)], meta)
 
 
-# ---------------------------------------------------------------- asked
-
-
 def test_a_gpu_is_read_in_bytes_and_what_it_does_not_tell_is_nan() -> None:
     assert read_gpu(FakeNvml(), FIRST) == (0, 2e9)
     utilisation, memory = read_gpu(FakeNvml({"GPU-old": [{"utilisation": 7}]}), "GPU-old")
@@ -80,9 +75,6 @@ def test_a_gpu_is_read_in_bytes_and_what_it_does_not_tell_is_nan() -> None:
 def test_ranks_find_their_gpu_by_uuid(nvml: FakeNvml) -> None:
     assert gpus_of(settings()) == [SECOND, FIRST]  # CUDA_VISIBLE_DEVICES=1,0
     assert gpus_of(settings(ranks=3, numbers=[1, 0])) == [FIRST, SECOND, FIRST]
-
-
-# ---------------------------------------------------------------- not asked
 
 
 def test_a_missing_package_is_said_with_its_command(
@@ -101,9 +93,6 @@ def test_a_missing_package_is_said_with_its_command(
     timeline = mk.Timeline.of(bare)
     assert said in timeline.notes and said in " ".join(text(timeline, 100).split())
     assert not len(timeline.device_samples) and device_lines(timeline) == []
-
-
-# ---------------------------------------------------------------- written
 
 
 def test_each_ranks_file_grows_while_its_gpu_is_sampled(tmp_path: Path, nvml: FakeNvml) -> None:
@@ -138,18 +127,12 @@ def test_a_launch_samples_its_gpus_into_its_trace(
     assert found.ranks[1].samples["memory"][0] == 3.5e9
 
 
-# ---------------------------------------------------------------- on the clock of the operations
-
-
 def test_samples_are_on_the_measured_clock(trace: mk.Trace) -> None:
     timeline = mk.Timeline.of(trace)
     assert timeline.clock == "measured"
     mine = timeline.device_samples[timeline.device_samples["rank"] == 0]
     assert mine["time"] == pytest.approx(np.arange(1, 9) / 10)
     assert mine["utilisation"].tolist() == [0, 35, 88, 97, 96, 91, 40, 5]
-
-
-# ---------------------------------------------------------------- drawn
 
 
 def test_each_kind_of_sample_is_a_track(trace: mk.Trace) -> None:

@@ -1,7 +1,5 @@
 """Traces of a small program, written as torch.profiler writes them, for tests that change them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces of other versions, devices and tools: what they have is shown as what it is, what is unknown is called so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -73,28 +71,20 @@ def one_kernel(
 
 BOUNDS: dict[str, tuple[str, str, float]] = {
     "in 16 bits": (
-        "sm90_xmma_gemm_bf16bf16_tn",
-        "c10::BFloat16",
-        H100.rate("bfloat16") / MI300X.rate("bfloat16"),
+        "sm90_xmma_gemm_bf16bf16_tn", "c10::BFloat16", H100.rate("bfloat16") / MI300X.rate("bfloat16"),
     ),
     "in 32 bits": ("sm80_xmma_gemm_f32f32_tn", "float", H100.rate() / MI300X.rate()),
     "in TF32": (
-        "cutlass_80_tensorop_s1688gemm_128x64",
-        "float",
-        H100.rate("tfloat32") / MI300X.rate("tfloat32"),
+        "cutlass_80_tensorop_s1688gemm_128x64", "float", H100.rate("tfloat32") / MI300X.rate("tfloat32"),
     ),
     "attention": (
-        "pytorch_flash::flash_fwd_kernel",
-        "c10::Half",
-        H100.rate("bfloat16") / MI300X.rate("bfloat16"),
+        "pytorch_flash::flash_fwd_kernel", "c10::Half", H100.rate("bfloat16") / MI300X.rate("bfloat16"),
     ),
     "unaligned": (
-        "cutlass_75_tensorop_bf16_s1688gemm_align1",
-        "c10::BFloat16",
-        H100.bandwidth / MI300X.bandwidth,
+        "cutlass_75_tensorop_bf16_s1688gemm_align1", "c10::BFloat16", H100.bandwidth / MI300X.bandwidth,
     ),
     "elementwise": ("vectorized_elementwise_kernel", "float", H100.bandwidth / MI300X.bandwidth),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BOUNDS)

@@ -1,7 +1,5 @@
 """What `mk.open` takes for a trace: folders, folders of folders, other files, other devices."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -83,9 +81,6 @@ def test_streams_that_overlap_leave_no_action_of_negative_length(tmp_path: Path)
     assert np.isfinite(trace.timeline("8x-h100-nvlink").step_time)
 
 
-# ---- files whose numbers mislead ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("between", ["", "\n", ",\n"])
 def test_two_traces_in_one_file_are_rejected(tmp_path: Path, between: str) -> None:
     one = json.dumps(ddp_program(0, 2).json())
@@ -165,10 +160,8 @@ def test_what_is_no_trace_is_refused_with_what_would_work(tmp_path: Path) -> Non
 BOMBS: dict[str, tuple[bytes, str]] = {
     "nesting": (b'{"traceEvents": [' + b"[" * 100_000, "nested too deeply: .* at character"),
     "zeros": (gzip.compress(b"[" + b" " * (200 << 20), 1), "no text shrinks as much"),
-    "shape": (
-        b'[{"ph":"X","cat":"cpu_op","name":"c10d::allreduce_","ts":1,"args":{"Input Dims":[{"a":1}]}}]',
-        "event 0 cannot be read: could not convert string to float: 'a'",
-    ),
+    "shape": (b'[{"ph":"X","cat":"cpu_op","name":"c10d::allreduce_","ts":1,"args":{"Input Dims":[{"a":1}]}}]',
+        "event 0 cannot be read: could not convert string to float: 'a'"),
 }  # fmt: skip
 
 

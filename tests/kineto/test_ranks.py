@@ -1,7 +1,5 @@
 """Several ranks: numbers, absent ones, clocks of several hosts, groups of a mesh; in files as NCCL's runs have them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +22,9 @@ STEP, KERNEL = 10_000.0, 400.0  # us
 def on_gpu(name: str, start: float, length: float, stream: int, **args: Any) -> dict[str, Any]:
     args = {"device": 0, "stream": stream, **args}
     return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": 0,
-        "tid": stream,
-        "ts": start,
-        "dur": length,
+        "ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start, "dur": length,
         "args": args,
-    }
+    }  # fmt: skip
 
 
 def reduce(at: float, ranks: list[int], name: str, desc: str, elements: int, took: float) -> dict[str, Any]:

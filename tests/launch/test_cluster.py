@@ -1,7 +1,5 @@
 """Cluster.run: functions of all kinds reach the ranks, results and prints come back."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import random
@@ -21,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import mpkit as mk
-from mpkit.launch.process import fork_server_client
+from mpkit.launch.process import fork_server
 from tests.limits import PROGRAM, wait_until_gone
 from tests.serial import Clusters
 
@@ -118,16 +116,13 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     assert not (tmp_path / "taken").exists()
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mk.Cluster(0), r"Cluster\(ranks=0\): a number of processes, 1 or more"),
-        (lambda: mk.Cluster("4"), r"Cluster\(ranks='4'\)"),  # type: ignore[arg-type]
-        (lambda: mk.Cluster(10_000), "10000 processes on this machine"),
-        (lambda: mk.Cluster(2, device="cdua"), "device='cdua'.*did you mean 'cuda'"),
-        (lambda: mk.Cluster(2, start="thread"), "there are 'fork' and 'spawn'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: mk.Cluster(0), r"Cluster\(ranks=0\): a number of processes, 1 or more"),
+    (lambda: mk.Cluster("4"), r"Cluster\(ranks='4'\)"),  # type: ignore[arg-type]
+    (lambda: mk.Cluster(10_000), "10000 processes on this machine"),
+    (lambda: mk.Cluster(2, device="cdua"), "device='cdua'.*did you mean 'cuda'"),
+    (lambda: mk.Cluster(2, start="thread"), "there are 'fork' and 'spawn'"),
+])  # fmt: skip
 def test_mistakes_in_making_one(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
@@ -136,8 +131,8 @@ def test_mistakes_in_making_one(make: Callable[[], object], says: str) -> None:
 def test_a_helper_process_that_nobody_uses_ends_and_another_goes_with_its_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fork_server_client, "IDLE", 0.3)
-    monkeypatch.setattr(fork_server_client, "IDLE_MARGIN", 0.2)
+    monkeypatch.setattr(fork_server, "IDLE", 0.3)
+    monkeypatch.setattr(fork_server, "IDLE_MARGIN", 0.2)
     with mk.Cluster(ranks=2, device="cpu") as cluster:
         first = cluster.run(lambda ctx: (time.sleep(1.0), os.getppid())[1])[0]
         wait_until_gone([first])
@@ -179,14 +174,11 @@ def test_ranks_have_the_environment_of_the_launch(
     assert found[0] == os.environ.get("NCCL_DEBUG") and found[4] == os.environ.get("HOME")
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, r"RANK=1 and WORLD_SIZE=2 .* as torchrun sets"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, r"as srun sets them: 4 copies"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, r"start it once, with `python \S+\.py`"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "says"), [
+    ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, r"RANK=1 and WORLD_SIZE=2 .* as torchrun sets"),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, r"as srun sets them: 4 copies"),
+    ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, r"start it once, with `python \S+\.py`"),
+])  # fmt: skip
 def test_copies_of_a_program_start_no_ranks(
     clusters: Clusters, variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

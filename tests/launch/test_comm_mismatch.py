@@ -1,7 +1,5 @@
 """Communication that does not fit is an error with both ranks and both lines; what fits goes through unharmed."""
 
-from __future__ import annotations
-
 import linecache
 from typing import Any
 
@@ -18,10 +16,8 @@ MISMATCHES: dict[str, tuple[str, list[str], list[str]]] = {
     "kind": (ALL, ["all_reduce(ones(6))"], ["all_gather(ones(6))"]),
     "kind, of a barrier": (ALL, ["barrier()"], ["broadcast(ones(6), 0)"]),
     "dtype": (ALL, ["reduce_scatter(ones(6))"], ["reduce_scatter(ones(6, dtype=torch.int64))"]),
-    "dtype, asynchronous": (
-        ALL, ["all_gather(ones(6), async_op=True).wait()"],
-        ["all_gather(ones(6, dtype=torch.uint8), async_op=True).wait()"],
-    ),
+    "dtype, asynchronous": (ALL, ["all_gather(ones(6), async_op=True).wait()"],
+        ["all_gather(ones(6, dtype=torch.uint8), async_op=True).wait()"]),
     "length": (ALL, ["all_to_all(ones(6))"], ["all_to_all(ones(12))"]),
     "shape of as many": (ALL, ["all_reduce(ones(6, 2))"], ["all_reduce(ones(12))"]),
     "reduction": (ALL, ["all_reduce(ones(6), op='max')"], ["all_reduce(ones(6))"]),
@@ -31,10 +27,8 @@ MISMATCHES: dict[str, tuple[str, list[str], list[str]]] = {
     "groups made": (ALL, ["group([0])"], ["group([1])"]),
     "order of groups made": (ALL, ["group([0])", "group([1])"], ["group([1])", "group([0])"]),
     "group for a barrier": (ALL, ["group([0])"], ["barrier()"]),
-    "order of groups": (
-        FIRST, ["pair.all_reduce(ones(6))", "all_reduce(ones(6))"],
-        ["all_reduce(ones(6))", "pair.all_reduce(ones(6))"],
-    ),
+    "order of groups": (FIRST, ["pair.all_reduce(ones(6))", "all_reduce(ones(6))"],
+        ["all_reduce(ones(6))", "pair.all_reduce(ones(6))"]),
     "dtype of a message": (FIRST, ["send(ones(6), 1)"], ["recv(ones(6, dtype=torch.int32), 0)"]),
     "shape of a message": (FIRST, ["isend(ones(6), 1).wait()"], ["irecv(ones(1, 6), 0).wait()"]),
     "length of a message": (FIRST, ["recv(ones(12), 1)"], ["send(ones(6), 0)"]),

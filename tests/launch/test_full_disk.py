@@ -1,7 +1,5 @@
 """A disk that is full, at any moment: training goes on without its trace, or fails saying where there is no space."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import linecache

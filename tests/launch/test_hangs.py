@@ -1,7 +1,5 @@
 """Ranks that wait for each other for ever: who waits where, and who never came."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -27,7 +25,7 @@ from mpkit.trace.trace import RankTrace
 from tests.limits import EVENT
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait are given up only if they can never proceed."""
     monkeypatch.setattr(hang, "WAITING", 1e6)
@@ -42,7 +40,6 @@ def hang_message(cluster: mk.Cluster, fn: Callable[..., object]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_missing_rank(cluster: mk.Cluster) -> None:
     def fn(ctx):  # type: ignore[no-untyped-def]
         ctx.comm.barrier()
@@ -53,9 +50,6 @@ def test_a_missing_rank(cluster: mk.Cluster) -> None:
     assert "rank 0 waits in all_reduce number 1 of ranks 0,1,2,3" in says
     assert "test_hangs.py:" in says and "in fn" in says
     assert "rank 3 never came to all_reduce number 1 of ranks 0,1,2,3: it has finished" in says
-
-
-# ---- patience --------------------------------------------------------------------------------------------------
 
 
 class Looks:
@@ -73,12 +67,11 @@ class Looks:
         return over
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_rank_of_a_session_that_is_slow_to_wake_up_has_not_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 waits in a cell that rank 0, on a busy machine, has yet to begin."""
-    watch = hang.HangWatch(tmp_path, 2, RankProcesses(), None)
+    watch = hang.HangWatch(tmp_path, 2, RankProcesses(), None, range(2))
     sights = Sight(3, state=1), Sight(4, waiting=True)
     monkeypatch.setattr(watch._watch, "look_at_all", lambda: sights)
     monkeypatch.setattr(hang, "never", lambda trace: True)
@@ -91,7 +84,6 @@ def test_a_rank_of_a_session_that_is_slow_to_wake_up_has_not_finished(
 
 
 @pytest.mark.parametrize(("end", "says"), [(0, "; in backward"), (9, "; last seen at the end of wait")])
-@pytest.mark.usefixtures("patient")
 def test_a_rank_is_in_what_it_has_not_ended(end: int, says: str) -> None:
     """A backward that waited, and goes on, is where its rank is: the wait within it has ended."""
     ops = np.zeros(2, OP)
@@ -99,7 +91,6 @@ def test_a_rank_is_in_what_it_has_not_ended(end: int, says: str) -> None:
     assert hang._describe_last(RankTrace(ops, np.empty(0, MEMORY), [""])) == says
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_pause_of_the_whole_machine_counts_as_two_looks() -> None:
     looks = Looks(timeout=1.0)
     assert not looks.look(0.25, 5), "the first look begins, and four make one second"
@@ -109,7 +100,6 @@ def test_a_pause_of_the_whole_machine_counts_as_two_looks() -> None:
     assert looks.look(0.125)
 
 
-@pytest.mark.usefixtures("patient")
 def test_ranks_that_run_are_given_up_on_a_timeout_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang, "LIMIT", 2.0)
     assert not Looks().look(0.25, 1000, running={0})
@@ -120,7 +110,6 @@ def test_ranks_that_run_are_given_up_on_a_timeout_only(monkeypatch: pytest.Monke
     assert looks.look(0.25)
 
 
-@pytest.mark.usefixtures("patient")
 def test_ranks_that_can_never_proceed_are_given_up_once_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang, "never", lambda trace: True)
     looks = Looks()
@@ -129,7 +118,6 @@ def test_ranks_that_can_never_proceed_are_given_up_once_none_runs(monkeypatch: p
     assert looks.look(0.25, trace=mk.Trace([])), "half a second is over"
 
 
-@pytest.mark.usefixtures("patient")
 def test_progress_starts_the_time_anew() -> None:
     looks = Looks(timeout=1.0)
     assert not looks.look(0.25, 5)
@@ -208,7 +196,7 @@ def test_who_waits_is_known_while_it_goes(cluster: mk.Cluster, impatient: None, 
         ctx.comm.barrier()
 
     def tick() -> None:
-        if "for rank 3" in (launch.waiting_for or ""):
+        if "for rank 3" in (launch.hangs.waiting_for or ""):
             known.touch()
         elif known.exists():
             forgotten.touch()
@@ -216,7 +204,7 @@ def test_who_waits_is_known_while_it_goes(cluster: mk.Cluster, impatient: None, 
     launch = cluster.launch(fn, (), sink=lambda line: None, timeout=EVENT)
     launch.finish(0.05, tick)
     assert launch.results() == [None] * 4
-    assert launch.waiting_for is None
+    assert launch.hangs.waiting_for is None
 
 
 # ---- Ranks that take long to start, on a busy machine or since each imports torch: they are starting, and not hung.

@@ -1,7 +1,5 @@
 """In a real kernel: functions of cells, tracebacks with their lines, interrupts, the kernel's death."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

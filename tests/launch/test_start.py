@@ -1,7 +1,5 @@
 """How processes start: where they take modules from and meet, events in a rare order, calls from two threads."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -76,16 +74,13 @@ def test_an_object_that_no_rank_has_signed_is_not_unpickled(cluster: mk.Cluster,
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("rank0.error", lambda folder: reserve(folder, 1)),
-        ("rank0.ops", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
-        ("rank0.names", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
-        ("rank0.mem", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
-        ("rank0.taken", lambda folder: SampleLog(folder, 0)),
-    ],
-)
+@pytest.mark.parametrize(("name", "write"), [
+    ("rank0.error", lambda folder: reserve(folder, 1)),
+    ("rank0.ops", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
+    ("rank0.names", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
+    ("rank0.mem", lambda folder: Recorder(folder, 0, torch.device("cpu"))),
+    ("rank0.taken", lambda folder: SampleLog(folder, 0)),
+])  # fmt: skip
 def test_a_link_in_a_run_folder_is_not_followed(
     name: str, write: Callable[[Path], Any], tmp_path: Path
 ) -> None:

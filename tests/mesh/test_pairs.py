@@ -10,8 +10,6 @@ another plan; a dry run asks for the same communication, holds the same states a
 volumes and diagnosis print and are drawn. A new strategy is a level of a feature, and is then tested in all respects.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable, Sequence
@@ -43,29 +41,18 @@ PEERS = (
 
 `1f1b` has a stage a rank and whole backwards, `zbv` two stages and split ones."""
 
-# ---- the features ------------------------------------------------------------------------------------------------
 
 AXES = ("schedule", "replicas", "tp", "cp")
 FEATURES: dict[str, tuple[str, ...]] = {
-    "schedule": ("-", "1f1b", "zbv", *PEERS),
-    "replicas": ("-", "ddp", "dp", "hybrid"),
-    "tp": ("-", "features", "sequence"),
-    "cp": ("-", "zigzag", "ulysses"),
-    "model": ("mlp", "gpt", "no chain", "resnet", "experts"),
-    "zero": ("-", "1", "2", "3"),
-    "recompute": ("none", "full", "selective", "every=2"),
-    "microbatches": ("1", "4"),
-    "precision": ("fp64", "fp32", "bf16", "fp16"),
-    "offload": ("none", "optimizer", "params"),
-    "optimizer": ("sgd", "adamw", "groups"),
-    "loss": ("mean", "counts"),
-    "checkpoint": ("-", "saved", "resumed"),
-    "between": ("-", "evaluation, average"),
-    "rate": ("constant", "halved"),
-    "clip": ("-", "norm"),
-    "buckets": ("one", "many"),
-    "prefetch": ("1", "0"),
-}
+    "schedule": ("-", "1f1b", "zbv", *PEERS), "replicas": ("-", "ddp", "dp", "hybrid"),
+    "tp": ("-", "features", "sequence"), "cp": ("-", "zigzag", "ulysses"),
+    "model": ("mlp", "gpt", "no chain", "resnet", "experts"), "zero": ("-", "1", "2", "3"),
+    "recompute": ("none", "full", "selective", "every=2"), "microbatches": ("1", "4"),
+    "precision": ("fp64", "fp32", "bf16", "fp16"), "offload": ("none", "optimizer", "params"),
+    "optimizer": ("sgd", "adamw", "groups"), "loss": ("mean", "counts"),
+    "checkpoint": ("-", "saved", "resumed"), "between": ("-", "evaluation, average"),
+    "rate": ("constant", "halved"), "clip": ("-", "norm"), "buckets": ("one", "many"), "prefetch": ("1", "0"),
+}  # fmt: skip
 Level = tuple[str, str]
 Row = dict[str, str]
 
@@ -133,8 +120,9 @@ def covering(tries: int = 6) -> tuple[list[Row], set[tuple[Level, Level]]]:
     """Rows in which each pair of levels occurs, and the pairs that no row can have.
 
     Each row begins with a pair that none has yet; of some ways to complete it the one with the most new pairs is taken.
+    Of the first 60 seeds this one's rows take the fewest ranks.
     """
-    draw = random.Random(1)
+    draw = random.Random(52)
     levels = [(feature, level) for feature, each in FEATURES.items() for level in each]
     pairs = [pair for pair in combinations(levels, 2) if pair[0][0] != pair[1][0]]
     pairs = [pair for pair in pairs if pair[0][1] not in PEERS or pair[1] == ("microbatches", "4")]
@@ -172,10 +160,7 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
     assert set(missing) == IMPOSSIBLE
     assert len(missing) == 29, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
-    assert len(ROWS) <= 40
-
-
-# ---- a row as a training -----------------------------------------------------------------------------------------
+    assert len(ROWS) <= 37
 
 
 def scores(outputs: Tensor) -> Tensor:
@@ -246,12 +231,9 @@ class NoChain(nn.Module):
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "mlp": lambda: MLP(6, 5, width=9, layers=4),
-    "gpt": gpt,
-    "no chain": NoChain,
-    "experts": partial(gpt, experts=4),
-    "resnet": lambda: ResNet(1, 5, width=4, groups=(1, 1, 1)),
-}
+    "mlp": lambda: MLP(6, 5, width=9, layers=4), "gpt": gpt, "no chain": NoChain,
+    "experts": partial(gpt, experts=4), "resnet": lambda: ResNet(1, 5, width=4, groups=(1, 1, 1)),
+}  # fmt: skip
 
 
 def batches(model: str, loss: str, dtype: torch.dtype, *sizes: int) -> list[Any]:

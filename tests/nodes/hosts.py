@@ -4,8 +4,6 @@ Ranks are forked from one process that has imported torch, with the variables th
 process that serves the store as torchrun's agent does: a tenth of the CPU time of torchrun itself.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from mpkit.launch.session.helper import NEEDED
+from mpkit.launch.launch import NEEDED
 from tests.limits import PROGRAM, wait_for
 
 HERE = Path(__file__).parent

@@ -1,7 +1,5 @@
 """A launcher on one node with 4 ranks: a plan, and what a script does besides. One launch for all."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -210,9 +208,6 @@ def test_a_slow_link_shows_as_exposed_communication(trained: dict[str, Any]) -> 
     assert payload > 1e6
     # An all-reduce sends at least as much as its payload from host to host and back.
     assert min(slow.exposed_comm) > payload / SLOW
-
-
-# ---- failures ------------------------------------------------------------------------------------------------
 
 
 def test_under_srun_rank_0_serves_the_store(hosts: TwoHosts, tmp_path: Path) -> None:

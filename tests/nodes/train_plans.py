@@ -14,12 +14,10 @@ from torch import nn
 import mpkit as mk
 
 PLANS = {
-    "ddp": mk.Plan.ddp(4),
-    "pipeline": mk.Plan.pipeline("1f1b", 4, 4),
-    "mesh": mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2),
-    "mesh-tp": mk.Plan(dp=2, tp=2, zero=3),
+    "ddp": mk.Plan.ddp(4), "pipeline": mk.Plan.pipeline("1f1b", 4, 4),
+    "mesh": mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2), "mesh-tp": mk.Plan(dp=2, tp=2, zero=3),
     "wide": mk.Plan.ddp(4),
-}
+}  # fmt: skip
 
 
 def job(width: int = 16) -> dict:

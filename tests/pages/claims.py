@@ -16,8 +16,6 @@ The metadata of a Markdown cell have its claims, so that no reader sees them:
     mk            mpkit: what its exact clock says
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from string import ascii_lowercase
@@ -59,7 +57,7 @@ class Outputs:
     text: str
 
     @classmethod
-    def of(cls, cell: Any) -> Outputs:
+    def of(cls, cell: Any) -> "Outputs":
         """Return a cell with its outputs in words."""
         texts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in cell.outputs]
         return cls(cell.source, "\n".join(texts))

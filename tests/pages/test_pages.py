@@ -1,7 +1,5 @@
 """What pages say holds: links lead somewhere, rows of the guides work, code runs, pictures are what calls draw."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -177,11 +175,9 @@ PRINTED = {
     "README.md": {"bubble": 1},
     "docs/which-call.md": {"answer": 15},
     "docs/wrappers.md": {
-        "bubble": 2,
-        "mk.prove(DistributedDataParallel): equal": 1,
-        "mk.prove(FSDPSequential): equal": 1,
+        "bubble": 2, "mk.prove(DistributedDataParallel): equal": 1, "mk.prove(FSDPSequential): equal": 1,
     },
-}
+}  # fmt: skip
 """By page, how often its program prints a word at least."""
 
 

@@ -1,12 +1,10 @@
 """The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make soak`).
 
-The one with live views runs here, and the soak runs all.
+CI runs the one with live views, and the soak runs all.
 
 Of cells tagged "exact" no figure depends on the machine: what they print is what the notebook has stored. After a
 change that is meant, `make notebooks` stores it anew.
 """
-
-from __future__ import annotations
 
 import re
 from pathlib import Path
@@ -22,16 +20,10 @@ from tests.pages.claims import refuted
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
-ALWAYS = ("00-start-here",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=() if path.stem in ALWAYS else pytest.mark.soak)
-        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
-    ],
-)
+@pytest.mark.parametrize("name", [
+    pytest.param(path.stem, marks=pytest.mark.slow if path.stem == "00-start-here" else pytest.mark.soak)
+    for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+])  # fmt: skip
 def test_fast_cells_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what is stored was computed by a CPU's kernels
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
@@ -99,36 +91,23 @@ def test_claims_hold_for_what_is_stored(name: str) -> None:
 
 PLANTED = {  # text, phrase, what holds, output
     "another number in the text": (
-        "It takes 3 steps and 0.5 s.",
-        "takes 3 steps",
-        'a == above.number(r"(\\d+) steps")',
+        "It takes 3 steps and 0.5 s.", "takes 3 steps", 'a == above.number(r"(\\d+) steps")',
         "4 steps in 0.5 s",
     ),
     "another number in the output": (
-        "It takes three steps.",
-        "takes three steps",
-        'a == above.number(r"(\\d+) steps")',
-        "2 steps",
+        "It takes three steps.", "takes three steps", 'a == above.number(r"(\\d+) steps")', "2 steps",
     ),
     "the relation is the other way round": (
-        "ZeRO is faster than DDP.",
-        "faster",
-        'above.row("ZeRO")[0] < above.row("DDP")[0]',
+        "ZeRO is faster than DDP.", "faster", 'above.row("ZeRO")[0] < above.row("DDP")[0]',
         "DDP   1.5 s\nZeRO  1.7 s",
     ),
     "a row that the output has not": (
-        "ZeRO is faster than DDP.",
-        "faster",
-        'above.row("ZeRO")[0] < above.row("DDP")[0]',
-        "DDP   1.5 s",
+        "ZeRO is faster than DDP.", "faster", 'above.row("ZeRO")[0] < above.row("DDP")[0]', "DDP   1.5 s",
     ),
     "against the exact clock": (
-        "The bubble is a quarter.",
-        "is a quarter",
-        "mk.simulate(mk.Plan.gpipe(4, 8)).bubble == near(a)",
-        "",
+        "The bubble is a quarter.", "is a quarter", "mk.simulate(mk.Plan.gpipe(4, 8)).bubble == near(a)", "",
     ),
-}
+}  # fmt: skip
 
 
 def notebook(text: str, claim: dict[str, str], output: str) -> list[Any]:

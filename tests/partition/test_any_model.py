@@ -3,8 +3,6 @@
 Transformers' models are built from small configs, nothing is downloaded. Serial training is plain PyTorch.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,9 +26,6 @@ def ways(run: Run) -> set[str]:
         part.names[op["group"]] for part in run.trace.ranks for op in part.ops if op["kind"] == Kind.SEND
     ]
     return {name.split("#")[0] for name in names if name.split("#")[1][0] in "FS"}
-
-
-# ---------------------------------------------------------------- transformers
 
 
 def next_word(output: Any, targets: Tensor) -> Tensor:
@@ -59,9 +54,6 @@ def test_a_transformer_equals_serial_training(train: Train) -> None:
     check_equal(train, gpt2(), data, plan, **how)
 
 
-# ---------------------------------------------------------------- images
-
-
 def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> None:
     torch.manual_seed(2)
     model = UNet(1, 2, width=4).double()
@@ -74,9 +66,6 @@ def test_a_unet_whose_skips_go_directly_where_they_are_needed(train: Train) -> N
         parameter.nbytes for parameter in model.parameters()
     )  # each weight on one rank only
     assert min(held) > 0
-
-
-# ---------------------------------------------------------------- what goes from block to block
 
 
 class Parts(NamedTuple):
@@ -183,9 +172,6 @@ class Flow(nn.Module):
         for block in self.blocks:
             x = x + block(x, given)
         return x
-
-
-# ---------------------------------------------------------------- what cannot be
 
 
 class Chooses(nn.Module):
@@ -298,43 +284,24 @@ IMPOSSIBLE: dict[str, tuple[nn.Module, mk.Plan, str]] = {
         mk.Plan.gpipe(2, 2),
         r"The model \(Chooses\) cannot be cut: .*looks at the numbers of a tensor that a block made.*module of its own",
     ),
-    "such a module within": (
-        Around(),
-        mk.Plan.gpipe(3, 2),
-        r"3 stages, but the model has 2 layers \(inner, head\).*inner is cut nowhere within: .*looks at the numbers",
-    ),
-    "a tensor handed over unseen": (
-        Remembers(),
-        mk.Plan.gpipe(2, 2),
-        "a tensor that leave made is read without having been handed over",
-    ),
+    "such a module within": (Around(), mk.Plan.gpipe(3, 2),
+        r"3 stages, but the model has 2 layers \(inner, head\).*inner is cut nowhere within: .*looks at the numbers"),
+    "a tensor handed over unseen": (Remembers(), mk.Plan.gpipe(2, 2),
+        "a tensor that leave made is read without having been handed over"),
     "a tensor kept by a hook": (
-        Kept(False),
-        mk.Plan.gpipe(2, 2, cut=["b"]),
-        "sin is given a tensor that a made and did not return",
+        Kept(False), mk.Plan.gpipe(2, 2, cut=["b"]), "sin is given a tensor that a made and did not return",
     ),
     "a tensor kept by a hook, handed on": (
-        Kept(True),
-        mk.Plan.gpipe(2, 2, cut=["b"]),
-        "mul is given a tensor that a made and did not return",
+        Kept(True), mk.Plan.gpipe(2, 2, cut=["b"]), "mul is given a tensor that a made and did not return",
     ),
-    "a block called by an autograd function": (
-        OutOfSight(),
-        mk.Plan.gpipe(2, 2),
-        "between its blocks, Calling computes with b.weight, which it is not given",
-    ),
-    "statistics in two stages": (
-        TwiceNormed(),
-        mk.Plan.gpipe(2, 1, cut=["a"]),
-        "norm is called in the stages 0, 1, and keeps running_mean",
-    ),
-    "a cut at a block that is not there": (
-        Flow(),
-        mk.Plan.gpipe(2, 2, cut=["block.2"]),
-        r"cut at 'block.2': the model has no layer of that name. Did you mean 'blocks.2'",
-    ),
+    "a block called by an autograd function": (OutOfSight(), mk.Plan.gpipe(2, 2),
+        "between its blocks, Calling computes with b.weight, which it is not given"),
+    "statistics in two stages": (TwiceNormed(), mk.Plan.gpipe(2, 1, cut=["a"]),
+        "norm is called in the stages 0, 1, and keeps running_mean"),
+    "a cut at a block that is not there": (Flow(), mk.Plan.gpipe(2, 2, cut=["block.2"]),
+        r"cut at 'block.2': the model has no layer of that name. Did you mean 'blocks.2'"),
     "more stages than blocks": (Flow(), mk.Plan.gpipe(5, 2), "5 stages, but the model has 4 layers"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)

@@ -1,7 +1,5 @@
 """`mk.find_cut`: where a model is best cut, by what its blocks really take; and what it says of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The pipeline runtime: whatever the schedule, on real ranks, training equals serial training."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import Counter
@@ -33,9 +31,6 @@ def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:
     """A plan of a schedule; with two stages per rank where it can have several."""
     v = {"virtual_stages": 2} if name in LOOPS else {}
     return mk.Plan(pp=p, schedule=name, microbatches=m, **v, **how)
-
-
-# ---------------------------------------------------------------- 200 random schedules, backwards whole and split
 
 
 def random_schedule(stages: int, ranks: int, m: int, rng: random.Random) -> Schedule:
@@ -103,9 +98,6 @@ def test_random_valid_schedules_run_and_give_serial_gradients(clusters: Clusters
             torch.testing.assert_close(grad, wanted[name], **EXACT)
 
 
-# ---------------------------------------------------------------- memory
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "recompute"),
@@ -170,9 +162,6 @@ def gpt(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     return GPT(vocab=32, layers=layers, width=H, heads=2, length=S, dropout=dropout).double()
 
 
-# ---- what is held ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:.*_token_id.*")
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 def test_the_recomputation_is_seen(train: Train, clusters: Clusters) -> None:
@@ -188,9 +177,6 @@ def test_the_recomputation_is_seen(train: Train, clusters: Clusters) -> None:
     for kind in (Kind.RECOMPUTE, Kind.BACKWARD):
         flops = [rank.ops["flops"][rank.ops["kind"] == kind].tolist() for rank in (real, fake)]
         assert flops[0] == flops[1]
-
-
-# ---- refused -----------------------------------------------------------------------------------------------------
 
 
 class Writing(nn.Module):

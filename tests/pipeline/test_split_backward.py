@@ -1,7 +1,5 @@
 """The backward in two halves: each of them right, apart, and gone with what it alone needed."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -143,15 +141,11 @@ def test_both_halves_give_what_one_backward_gives(kind: str, wants: bool) -> Non
     check(STAGES[kind](), normal(3, 4), wants=wants)
 
 
-@pytest.mark.parametrize(
-    ("stage", "x"),
-    [
-        (lambda: list(GPT(layers=2, width=16, heads=2, length=6))[1], torch.randn(2, 6, 16)),
-        (lambda: list(ConvNet(1, 4, width=4, layers=3))[1], torch.randn(2, 4, 8, 8)),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(5, 8)),
-    ],
-    ids=["transformer block", "convolution", "linear"],
-)
+@pytest.mark.parametrize(("stage", "x"), [
+    (lambda: list(GPT(layers=2, width=16, heads=2, length=6))[1], torch.randn(2, 6, 16)),
+    (lambda: list(ConvNet(1, 4, width=4, layers=3))[1], torch.randn(2, 4, 8, 8)),
+    (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(5, 8)),
+], ids=["transformer block", "convolution", "linear"])  # fmt: skip
 def test_no_product_is_computed_twice_and_each_in_its_half(stage: Callable[[], nn.Module], x: Tensor) -> None:
     torch.manual_seed(2)
     block = stage().double()

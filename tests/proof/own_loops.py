@@ -1,7 +1,5 @@
 """Loops of one's own around wrapped modules, right and with one mistake each, for `test_own_loops.py`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -361,4 +359,8 @@ MISTAKES: dict[Callable[[Any], None], str] = {
     other_rates: "have made different updates",
     other_mode: "evaluation mode",
     no_sum_in_forward: "the reduction over the ranks is missing in the forward",
+}
+
+MISTAKES_ON_FOUR: dict[Callable[[Any], None], str] = {
+    some_ranks: "the mean over ranks [0, 1] alone, without [2, 3]",
 }

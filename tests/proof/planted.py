@@ -1,7 +1,5 @@
 """Faults planted in the strategies, on the ranks alone: a loss that travels to them plants one where it arrives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -247,24 +245,10 @@ def dropped_microbatch(rank: int) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
-    "twice the gradient": scaled(2.0),
-    "the last parameter's gradient": scaled(1.01, last=True),
-    "the sign": scaled(-1.0),
-    "one rank's gradient": on(0, scaled(1.1)),
-    "an element": element,
-    "mode": mode,
-    "reordered": reordered,
-    "a dropped micro-batch": dropped_microbatch,
-    "buffers": lost_buffers,
-    "draws": shared_draws,
-    "stale": stale,
-    "no update": no_update,
-    "late rate": late_rate,
-    "norm": own_norm,
-    "decay": no_decay,
-    "loss": other_loss,
-    "not reduced": not_reduced,
-    "not tied": not_tied,
-    "initial": initial,
+    "twice the gradient": scaled(2.0), "the last parameter's gradient": scaled(1.01, last=True),
+    "the sign": scaled(-1.0), "one rank's gradient": on(0, scaled(1.1)), "an element": element, "mode": mode,
+    "reordered": reordered, "a dropped micro-batch": dropped_microbatch, "buffers": lost_buffers,
+    "draws": shared_draws, "stale": stale, "no update": no_update, "late rate": late_rate, "norm": own_norm,
+    "decay": no_decay, "loss": other_loss, "not reduced": not_reduced, "not tied": not_tied, "initial": initial,
     "an overflow": on(0, scaled(float("inf"))),
-}
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """Why the parts of a batch do not add up to it: a kind of loss, or a layer; of others nothing is said."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable
@@ -82,14 +80,10 @@ def test_losses_are_named_by_their_kind(name: str, plan: mk.Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(
-    ("loss", "targets"),
-    [
-        (masked_mean, (Y, torch.ones(8, 4, dtype=torch.bool))), (by_hand, CLASSES), (F.huber_loss, Y),
-        (MeanLoss(F.cross_entropy), CLASSES.masked_fill(CLASSES == 3, -100)),
-    ],
-    ids=["mask of ones", "no target is masked", "elementwise", "counted"],
-)  # fmt: skip
+@pytest.mark.parametrize(("loss", "targets"), [
+    (masked_mean, (Y, torch.ones(8, 4, dtype=torch.bool))), (by_hand, CLASSES), (F.huber_loss, Y),
+    (MeanLoss(F.cross_entropy), CLASSES.masked_fill(CLASSES == 3, -100)),
+], ids=["mask of ones", "no target is masked", "elementwise", "counted"])  # fmt: skip
 def test_of_other_losses_nothing_is_said(loss: Any, targets: Any, plan: mk.Plan) -> None:
     assert explained(net(), plan, loss, targets) == ""
 
@@ -152,14 +146,11 @@ def steps_until_found(*, alike: bool, samples: int, width: int, count: int, step
     return steps
 
 
-@pytest.mark.parametrize(
-    ("samples", "width", "count", "found"),
-    [
-        (24, 6, 2, 0),  # 72 equal numbers
-        (9, 12, 4, 0),  # micro-batches of 3, 2, 2 and 2 samples: three times 24
-        (8, 3, 2, 2),  # 12 in each step
-    ],
-)
+@pytest.mark.parametrize(("samples", "width", "count", "found"), [
+    (24, 6, 2, 0),  # 72 equal numbers
+    (9, 12, 4, 0),  # micro-batches of 3, 2, 2 and 2 samples: three times 24
+    (8, 3, 2, 2),  # 12 in each step
+])  # fmt: skip
 def test_equal_draws_add_up_over_parts_and_steps(samples: int, width: int, count: int, found: int) -> None:
     assert steps_until_found(alike=True, samples=samples, width=width, count=count, steps=5) == found
 
@@ -226,17 +217,13 @@ def train(clusters: Clusters, layer: nn.Module, optimizer: Any = torch.optim.SGD
 FAILS = "not verified: step 1 cannot be repeated: the step fails in plain PyTorch: "
 
 
-@pytest.mark.parametrize(
-    ("layer", "optimizer", "says"),
-    [
-        (Refuses(KeyError, "key"), torch.optim.SGD, f"{FAILS}KeyError: 'key'"),
-        (WrongShape(), torch.optim.SGD, f"{FAILS}RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        (CannotBeCopied(), torch.optim.SGD, "equal to serial training in steps 1 and 2"),
-        (nn.Identity(), Optimizer, "the update fails in plain PyTorch: ArithmeticError"),
-        (Refuses(MemoryError), torch.optim.SGD, "not enough memory to repeat step 1 in this process"),
-    ],
-    ids=["raises", "shapes", "no copy", "optimizer", "memory"],
-)
+@pytest.mark.parametrize(("layer", "optimizer", "says"), [
+    (Refuses(KeyError, "key"), torch.optim.SGD, f"{FAILS}KeyError: 'key'"),
+    (WrongShape(), torch.optim.SGD, f"{FAILS}RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    (CannotBeCopied(), torch.optim.SGD, "equal to serial training in steps 1 and 2"),
+    (nn.Identity(), Optimizer, "the update fails in plain PyTorch: ArithmeticError"),
+    (Refuses(MemoryError), torch.optim.SGD, "not enough memory to repeat step 1 in this process"),
+], ids=["raises", "shapes", "no copy", "optimizer", "memory"])  # fmt: skip
 def test_what_the_users_code_raises_is_said(
     clusters: Clusters, layer: nn.Module, optimizer: Any, says: str
 ) -> None:

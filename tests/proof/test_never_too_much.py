@@ -1,7 +1,5 @@
 """The proof never says more than it knows: noise, differences, what lives between steps, what begins later."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

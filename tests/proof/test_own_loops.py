@@ -1,8 +1,7 @@
 """mk.prove: loops of one's own around torch's wrappers and mpkit's are found equal, or a mistake is named."""
 
-from __future__ import annotations
-
 import copy
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,41 +15,40 @@ import mpkit as mk
 from tests.serial import Clusters
 
 sys.path.insert(0, str(Path(__file__).parent))
-from own_loops import MISTAKES, ON_FOUR, ON_TWO, some_ranks
+from own_loops import MISTAKES, MISTAKES_ON_FOUR, ON_FOUR, ON_TWO
+
+IMPORTED = (
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "mpkit.strategies.wrappers.prove", "mpkit.strategies.prepare.prepare",
+)  # fmt: skip
+"""Imported once, before ranks are forked: in each of them it takes longer than its loops."""
 
 
-def lines(ctx: Any, loops: Sequence[Callable[[Any], str]]) -> dict[str, str]:
-    return {loop.__name__: loop(ctx) for loop in loops}
-
-
-@pytest.mark.parametrize(("ranks", "loops"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2 ranks", "4 ranks"])
-def test_what_is_right_is_found_equal(clusters: Clusters, ranks: int, loops: Sequence[Any]) -> None:
-    for found in clusters(ranks).run(lines, loops):
-        for name, line in found.items():
-            assert ": equal to plain PyTorch in steps 1 and 2: gradients within " in line, (name, line)
-
-
-def mistakes(ctx: Any, loops: Sequence[Callable[[Any], None]]) -> dict[str, str]:
+def said(ctx: Any, loops: Sequence[Callable[[Any], Any]]) -> dict[str, str]:
+    """The line of each loop's proof, or what stopped it."""
     found = {}
     for loop in loops:
         try:
-            loop(ctx)
-            found[loop.__name__] = "nothing was found"
+            found[loop.__name__] = str(loop(ctx))
         except mk.errors.NotSerial as error:
             found[loop.__name__] = str(error)
     return found
 
 
-def test_mistakes_are_named_on_all_ranks(clusters: Clusters) -> None:
-    one, other = clusters(2).run(mistakes, list(MISTAKES))
-    assert one == other
-    names = {loop.__name__: text for loop, text in MISTAKES.items()}
-    assert {name: one[name] for name, text in names.items() if text not in one[name]} == {}
-
-
-def test_a_mean_over_some_ranks_is_named(clusters: Clusters) -> None:
-    for found in clusters(4).run(mistakes, [some_ranks]):
-        assert "the mean over ranks [0, 1] alone, without [2, 3]" in found["some_ranks"]
+@pytest.mark.parametrize(
+    ("ranks", "right", "wrong"), [(2, ON_TWO, MISTAKES), (4, ON_FOUR, MISTAKES_ON_FOUR)], ids=["2", "4"]
+)
+def test_what_is_right_is_equal_and_mistakes_are_named_on_all_ranks(
+    clusters: Clusters, ranks: int, right: Sequence[Any], wrong: dict[Any, str]
+) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    launch = clusters(ranks).launch(said, ([*right, *wrong],), modules=IMPORTED)
+    launch.finish()
+    equal = ": equal to plain PyTorch in steps 1 and 2: gradients within "
+    texts = {loop.__name__: equal for loop in right} | {loop.__name__: text for loop, text in wrong.items()}
+    for found in launch.results():
+        assert {name: found[name] for name, text in texts.items() if text not in found[name]} == {}
 
 
 def without_an_optimizer(ctx: Any) -> list[str]:
@@ -77,13 +75,10 @@ def test_a_loop_without_an_optimizer_compares_by_itself(clusters: Clusters) -> N
         assert "not verified: something else than step() of" in silent
 
 
-@pytest.mark.parametrize(
-    ("module", "plain", "text"),
-    [
-        (nn.Linear(1, 1), None, "plain = copy.deepcopy"),
-        (nn.Linear(1, 1), nn.Linear(1, 1, bias=False), "bias is a parameter of one of them only"),
-    ],
-)
+@pytest.mark.parametrize(("module", "plain", "text"), [
+    (nn.Linear(1, 1), None, "plain = copy.deepcopy"),
+    (nn.Linear(1, 1), nn.Linear(1, 1, bias=False), "bias is a parameter of one of them only"),
+])  # fmt: skip
 def test_what_is_not_the_plain_module_is_told(module: nn.Module, plain: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         mk.prove(module, plain)

@@ -1,7 +1,5 @@
 """Model states by formula, the optimizer's step and the layers as ops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ledger counts each storage once, for as long as it lives."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading
@@ -282,18 +280,13 @@ def gpt() -> GPT:
 
 
 PLANS = {
-    "ddp": mk.Plan.ddp(2, microbatches=2),
-    "zero1": mk.Plan.zero(1, 2),
-    "zero2": mk.Plan.zero(2, 2),
-    "zero3": mk.Plan.zero(3, 2),
-    "hsdp": mk.Plan(dp=4, zero=3, dp_shard=2),
-    "offload": mk.Plan(dp=2, zero=2, offload="optimizer"),
-    "tp": mk.Plan(tp=2, sequence_parallel=True),
-    "cp": mk.Plan(cp=2),
-    "pipeline": mk.Plan(pp=2, microbatches=4, schedule="1f1b"),
+    "ddp": mk.Plan.ddp(2, microbatches=2), "zero1": mk.Plan.zero(1, 2), "zero2": mk.Plan.zero(2, 2),
+    "zero3": mk.Plan.zero(3, 2), "hsdp": mk.Plan(dp=4, zero=3, dp_shard=2),
+    "offload": mk.Plan(dp=2, zero=2, offload="optimizer"), "tp": mk.Plan(tp=2, sequence_parallel=True),
+    "cp": mk.Plan(cp=2), "pipeline": mk.Plan(pp=2, microbatches=4, schedule="1f1b"),
     "split": mk.Plan(pp=2, microbatches=4, schedule="zb_h1"),
     "recompute": mk.Plan(dp=2, zero=3, recompute="full"),
-}
+}  # fmt: skip
 
 
 def test_played_steps_are_measured_ones_and_stages_of_zero_need_less_and_less(clusters: Clusters) -> None:

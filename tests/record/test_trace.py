@@ -1,7 +1,5 @@
 """The Trace: what is saved is loaded, and what is broken says so."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -41,12 +39,9 @@ json_values = st.recursive(
     max_leaves=8,
 )
 rank_traces = st.builds(
-    RankTrace,
-    records_of(OP),
-    records_of(MEMORY),
-    st.lists(st.text()),
+    RankTrace, records_of(OP), records_of(MEMORY), st.lists(st.text()),
     st.sampled_from(["running", "finished", "failed"]),
-)
+)  # fmt: skip
 traces = st.builds(
     Trace, st.lists(rank_traces, max_size=3), st.dictionaries(st.text(), json_values, max_size=3)
 )

@@ -1,7 +1,5 @@
 """What mpkit catches and does not raise is reported: by no broad `except` is anything decided in silence."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,18 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
 from tests.recipes import sgd
+from tests.words import parse
 
 PACKAGE = Path(mk.__file__).parent
 
-
-# ---------------------------------------------------------------- the source
 
 BROAD = {"Exception", "BaseException"}
 
 
 def silent(source: str) -> Iterator[int]:
     """The lines at which a source catches everything, without raising and without looking at what it caught."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         match node:
             case ast.ExceptHandler(type=kind, name=name, body=body) if kind is None or catches_all(kind):
                 inside = [inner for statement in body for inner in ast.walk(statement)]
@@ -59,9 +56,6 @@ def test_nothing_is_caught_in_silence() -> None:
     assert not found, (
         "name the exceptions, raise, or report what was caught (mpkit.common.exceptions): " + ", ".join(found)
     )
-
-
-# ---------------------------------------------------------------- models that fail where they are tried
 
 
 class Odd(Exception):

@@ -4,8 +4,6 @@ All imports count: those within functions, and those for type checkers. `import 
 modules whose names are then used, such as `mk.Context`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mpkit
+from tests.words import parse
 
 PACKAGE = Path(mpkit.__file__).parent
 ROOT = PACKAGE.parent
@@ -53,7 +52,7 @@ def imports(source: str) -> Iterator[Import]:
     >>> list(imports("if TYPE_CHECKING:\\n    from mpkit import trace\\ndef show(): import plotly"))
     [Import(target='mpkit.trace', typing=True, deferred=False), Import(target='plotly', typing=False, deferred=True)]
     """
-    tree = ast.parse(source)
+    tree = parse(source)
 
     def walk(node: ast.AST, typing: bool, deferred: bool) -> Iterator[Import]:
         match node:
@@ -110,9 +109,7 @@ SAYS = ("In", "Out", "Begin", "May import")
 
 def test_a_room_says_what_it_does_what_comes_in_and_out_and_where_to_begin() -> None:
     for each in rooms()[1:-3]:
-        said = (
-            ast.get_docstring(ast.parse((PACKAGE / each / "__init__.py").read_text(encoding="utf-8"))) or ""
-        )
+        said = ast.get_docstring(parse((PACKAGE / each / "__init__.py").read_text(encoding="utf-8"))) or ""
         assert re.findall(r"^(In|Out|Begin|May import) +", said, re.MULTILINE) == list(SAYS), each
 
 
@@ -177,7 +174,7 @@ def test_modules_and_functions_are_short() -> None:
         f"{name}.{node.name}: {lines} lines"
         for name, source in sources.items()
         if not name.startswith(("mpkit.views", "mpkit.course.exercises"))
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.FunctionDef) and (lines := node.end_lineno - node.lineno + 1) > 60
     ]
     assert not long, "\n".join(long)

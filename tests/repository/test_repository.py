@@ -3,8 +3,6 @@
 Versions in one place, imports one way, nothing of the machine it was written on.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -17,9 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-
-
-# ---------------------------------------------------------------- versions
 
 
 def normal(name: str) -> str:
@@ -61,17 +56,11 @@ def test_training_needs_four_packages() -> None:
     assert sorted(core) == ["cloudpickle", "numpy", "rich", "torch"]
 
 
-# ---------------------------------------------------------------- nothing of this machine
-
 # Spelt in parts, or this file would find itself.
 REGISTRY_HOSTS = [
-    "pypi" + ".org",
-    "pythonhosted" + ".org",
-    "download.pytorch" + ".org",
-    "registry.npmjs" + ".org",
-    "deb.debian" + ".org",
-    "anaconda" + ".org",
-]
+    "pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org",
+    "deb.debian" + ".org", "anaconda" + ".org",
+]  # fmt: skip
 MACHINE_PATHS = ["/opt/" + "wheels", "/opt/" + "pypi", "/wo" + "rk/"]
 
 
@@ -109,9 +98,6 @@ def test_no_file_names_a_registry_or_a_path_of_this_machine(words: list[str]) ->
     assert not found, "\n".join(found)
 
 
-# ---------------------------------------------------------------- what ships
-
-
 def test_what_views_and_catalogue_need_ships_with_the_package(tmp_path: Path) -> None:
     """A wheel holds every source file of mpkit/, .js and .csv included."""
     from hatchling.builders.wheel import WheelBuilder
@@ -119,9 +105,6 @@ def test_what_views_and_catalogue_need_ships_with_the_package(tmp_path: Path) ->
     shipped = {included.distribution_path for included in WheelBuilder(str(ROOT)).recurse_included_files()}
     ours = {path.relative_to(ROOT).as_posix() for path in source_files()}
     assert {path for path in ours if path.startswith("mpkit/")} <= shipped
-
-
-# ---------------------------------------------------------------- installs
 
 
 def test_every_way_to_install_takes_versions_from_constraints_and_a_cpu_build_of_torch() -> None:

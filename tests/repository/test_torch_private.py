@@ -3,8 +3,6 @@
 `python -m scripts.torch_versions` runs this with the oldest and the newest torch.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 import mpkit
 from mpkit.common.torch_private import GENERATORS, SEEN, current, places
 from mpkit.errors import MpkitError
+from tests.words import parse
 
 PACKAGE = Path(mpkit.__file__).parent
 HOME = PACKAGE / "common" / "torch_private.py"
@@ -50,7 +49,7 @@ def private_uses(source: str) -> Iterator[str]:
     >>> list(private_uses("import torch.nn as t\\nfrom torch._C import a\\nt._b(x._c, self._d)"))
     ['torch._C.a', 'torch.nn._b', '._c']
     """
-    tree = ast.parse(source)
+    tree = parse(source)
     known, own = {"torch": "torch"}, set()
     for node in ast.walk(tree):
         match node:

@@ -3,8 +3,6 @@
 Each case runs in a fresh interpreter in which `import torch` fails as if it were not installed.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random schedules that are valid: every action after what it needs, and nothing else is known of them."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Broken schedules: each is refused with a message that names the true fault, and shows the spot."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from random import Random

@@ -1,7 +1,5 @@
 """The schedules of the literature, against the figures of their papers and against PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,9 +38,6 @@ def figures(schedule: Schedule, slots: Mapping[str, float] | None = None) -> Fig
 
 
 degrees = st.integers(1, 6), st.integers(1, 14), st.integers(1, 4)
-
-
-# ---------------------------------------------------------------- every schedule
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,17 +131,10 @@ def test_one_stage_has_pairs_where_the_schedule_has() -> None:
     assert Plan(dp=2, ep=2, schedule="1f1b", microbatches=2).build().spelled() == ["0F0 0B0 0F1 0B1"]
 
 
-# ---------------------------------------------------------------- PyTorch's
-
-
 TORCHS = {
-    "1f1b": "1F1B",
-    "looped_bfs": "LoopedBFS",
-    "interleaved_1f1b": "Interleaved1F1B",
-    "interleaved_zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
+    "1f1b": "1F1B", "looped_bfs": "LoopedBFS", "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TORCHS)

@@ -1,7 +1,5 @@
 """A schedule of the learner's own, in whatever form it is written."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import pickle
@@ -24,6 +22,7 @@ from mpkit.prediction.advice.search import search
 from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.prediction.cost_model.workload import workload_of
 from mpkit.views.page.trial import trial
+from tests.words import parse
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
 
@@ -115,11 +114,9 @@ def test_what_is_no_schedule_says_why(given_: object, words: str) -> None:
 # ---- Pipeline schedules to and from torch's CSV, read and checked by torch's own code.
 
 PLANS = st.tuples(
-    st.sampled_from(sorted(NAMES)),
-    st.sampled_from([2, 4]),
-    st.sampled_from([4, 8, 12]),
+    st.sampled_from(sorted(NAMES)), st.sampled_from([2, 4]), st.sampled_from([4, 8, 12]),
     st.sampled_from([1, 2]),
-)
+)  # fmt: skip
 
 
 def made(name: str, p: int, m: int, v: int) -> Schedule | None:
@@ -220,7 +217,7 @@ def test_no_other_module_spells_the_name_of_a_schedule() -> None:
         f"{path.relative_to(MPKIT)}:{node.lineno}: {node.value}"
         for path in MPKIT.rglob("*.py")
         if path.parent != MPKIT / "plan" / "schedule" and not {"course", "reference"} & set(path.parts)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in SCHEDULES
     ]
     assert not spelled, "\n".join(spelled)

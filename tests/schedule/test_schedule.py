@@ -1,7 +1,5 @@
 """Schedules are data: drawn, validated, lowered, without a tensor in sight."""
 
-from __future__ import annotations
-
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -27,11 +25,9 @@ from tests.serial import Clusters
 def test_gpipes_staircase() -> None:
     # Huang et al. 2019, figure 2c: F in order, B in reverse order of micro-batches.
     assert [" ".join(map(str, row)) for row in gpipe(4, 3).rows] == [
-        "0F0 0F1 0F2 0B2 0B1 0B0",
-        "1F0 1F1 1F2 1B2 1B1 1B0",
-        "2F0 2F1 2F2 2B2 2B1 2B0",
+        "0F0 0F1 0F2 0B2 0B1 0B0", "1F0 1F1 1F2 1B2 1B1 1B0", "2F0 2F1 2F2 2B2 2B1 2B0",
         "3F0 3F1 3F2 3B2 3B1 3B0",
-    ]
+    ]  # fmt: skip
     assert draw(gpipe(2, 2), {"F": 1, "B": 1}).splitlines() == [
         "rank 0 | F0 F1  .  . B1 B0",
         "rank 1 |  . F0 F1 B1 B0  .",
@@ -52,9 +48,6 @@ def test_a_schedule_is_read_from_text_and_prints_what_makes_it_again() -> None:
         Schedule(["1G0"])
 
 
-# ---------------------------------------------------------------- validate
-
-
 def test_messages_are_not_written_and_the_arrow_is_under_one() -> None:
     """What else cannot run is in test_broken."""
     with pytest.raises(
@@ -63,9 +56,6 @@ def test_messages_are_not_written_and_the_arrow_is_under_one() -> None:
         validate(Schedule(["0F0 0SEND_F0 0B0", "1F0 1B0"], name="mine"))
     row, arrow = str(caught.value).splitlines()[1:3]
     assert row[arrow.index("^") : arrow.rindex("^") + 1] == "0SEND_F0"
-
-
-# ---------------------------------------------------------------- lower
 
 
 @given(valid_schedules)
@@ -213,19 +203,16 @@ def test_recomputation_does_the_forward_again() -> None:
     assert (t.spans["kind"] == Kind.RECOMPUTE).sum() == 4 * 8
 
 
-@pytest.mark.parametrize(
-    ("times", "words"),
-    [
-        ({"forward": [1, 2]}, r"2 times for 4 stages.*forward=\[1.0, 1.0, 1.0, 1.0\]"),
-        ({"weight_grad": -1.0}, "weight_grad=-1.0.*not negative"),
-        ({"hop": float("inf")}, "hop=inf.*finite"),
-        ({"input_grad": float("nan")}, "input_grad=nan"),
-        ({"forward": "fast"}, "forward='fast'.*a number of seconds"),
-        ({"forward": None}, "forward=None"),
-        ({"forward": [1, 1, 1, "x"]}, "forward='x'"),
-        ({"hop": True}, "hop=True"),
-    ],
-)
+@pytest.mark.parametrize(("times", "words"), [
+    ({"forward": [1, 2]}, r"2 times for 4 stages.*forward=\[1.0, 1.0, 1.0, 1.0\]"),
+    ({"weight_grad": -1.0}, "weight_grad=-1.0.*not negative"),
+    ({"hop": float("inf")}, "hop=inf.*finite"),
+    ({"input_grad": float("nan")}, "input_grad=nan"),
+    ({"forward": "fast"}, "forward='fast'.*a number of seconds"),
+    ({"forward": None}, "forward=None"),
+    ({"forward": [1, 1, 1, "x"]}, "forward='x'"),
+    ({"hop": True}, "hop=True"),
+])  # fmt: skip
 def test_times_that_cannot_be(times: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mk.simulate(mk.Plan.gpipe(4, 8), **times)

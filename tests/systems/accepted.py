@@ -1,7 +1,5 @@
 """`python -m tests.systems.accepted`: what `plan.to` writes for 100 random plans, given to each framework's check."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -6,8 +6,6 @@ those of the activations between two blocks (of the whole batch). A system that 
 scripts/systems.sh installs all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

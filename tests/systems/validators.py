@@ -4,8 +4,6 @@ Each takes the text that `plan.to` wrote, and the plan, and raises what the fram
 check that runs here, `MISSING` says so.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tensor parallelism: models sharded in place give the loss, the gradients and the text of the whole ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +11,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.comm.fake_group import FakeGroup
+from mpkit.strategies.packing.world import installed_modules
 from mpkit.strategies.stage.shard import HeldPart, put_together
 from mpkit.strategies.tensor import shard_model
 from tests.serial import Clusters
@@ -52,9 +51,17 @@ def on_a_rank(ctx: Any, cases: list[Case]) -> Any:
     return found
 
 
+def run_with(models: list[nn.Module], cluster: mk.Cluster, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run as `cluster.run`, with the models' libraries imported once, before ranks are forked."""
+    modules = [name for model in models for name in installed_modules(model)]
+    launch = cluster.launch(fn, args, modules=modules)
+    launch.finish()
+    return launch.results()
+
+
 def check_equal(clusters: Clusters, t: int, *cases: Case, rtol: float = 1e-8) -> None:
     """The ranks find the loss and the gradients of the whole model."""
-    ranks = clusters(t).run(on_a_rank, list(cases))
+    ranks = run_with([case.model for case in cases], clusters(t), on_a_rank, list(cases))
     for i, case in enumerate(cases):
         value, whole = case.gradients(copy.deepcopy(case.model))
         values, gradients, shards = zip(*(rank[i] for rank in ranks), strict=True)
@@ -72,9 +79,6 @@ def check_equal(clusters: Clusters, t: int, *cases: Case, rtol: float = 1e-8) ->
                 torch.testing.assert_close(
                     gradient, expected, rtol=rtol, atol=rtol / 100, msg=lambda m, n=name: f"{n}: {m}"
                 )
-
-
-# ---------------------------------------------------------------- transformers
 
 
 def gpt2(**changes: Any) -> nn.Module:
@@ -162,9 +166,6 @@ def test_other_heads_attentions_and_wrappers(clusters: Clusters) -> None:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- a plan of one's own
-
-
 class Grouped(nn.Module):
     """Attention whose query heads share keys, in one layer with them; queries are normalized, head by head."""
 
@@ -215,9 +216,6 @@ def test_a_plan_for_a_model_of_ones_own(clusters: Clusters) -> None:
     assert shard_model(Layers(), FakeGroup(2), plan).partial == expected
 
 
-# ---------------------------------------------------------------- generation
-
-
 def generated(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> Tensor:
     return mk.tensor_parallel(model).generate(tokens, **how)
 
@@ -229,18 +227,12 @@ def test_generation_is_the_whole_models(clusters: Clusters) -> None:
         nn.init.normal_(parameter)  # so that it does not say the same word for ever
     tokens = torch.randint(35, (2, 4))
     how = {
-        "max_new_tokens": 9,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(tokens),
-        "pad_token_id": 35,
-    }
+        "max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(tokens), "pad_token_id": 35,
+    }  # fmt: skip
     alone = model.generate(tokens, **how)
     assert alone.unique().numel() > 5
-    for found in clusters(3).run(generated, model, tokens, how):
+    for found in run_with([model], clusters(3), generated, model, tokens, how):
         assert torch.equal(found, alone)
-
-
-# ---------------------------------------------------------------- chains and images
 
 
 def test_pairs_in_a_chain(clusters: Clusters) -> None:
@@ -258,8 +250,6 @@ def test_pairs_in_a_chain(clusters: Clusters) -> None:
     x, y = torch.randn(4, 5).double(), torch.randn(4, 1).double()
     one = nn.Linear(5, 7).double()
     check_equal(
-        clusters,
-        3,
-        Case(model, x, y, F.mse_loss, PLAIN),
+        clusters, 3, Case(model, x, y, F.mse_loss, PLAIN),
         Case(one, x, x.repeat(1, 2)[:, :7], F.mse_loss, PLAIN),
-    )
+    )  # fmt: skip

@@ -1,7 +1,5 @@
 """What tensor parallelism is made of: operators, logits, overlap, random numbers; loops by hand, dry runs."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable
@@ -26,9 +24,6 @@ from tests.recipes import normal
 from tests.serial import Clusters
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-
-
-# ---------------------------------------------------------------- operators
 
 
 def conjugates(ctx: Any, whole: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -69,9 +64,6 @@ def test_operators_and_their_conjugates(clusters: Clusters) -> None:
         }
         for name, (y, dx) in expected.items():
             torch.testing.assert_close(found[name], (y, dx), **EXACT, msg=lambda m, n=name: f"{n}: {m}")
-
-
-# ---------------------------------------------------------------- logits and cross-entropy
 
 
 def divided(line: Any, whole: Tensor) -> tuple[DividedLogits, Tensor]:
@@ -145,8 +137,6 @@ def test_any_other_loss_sees_the_whole_logits(clusters: Clusters) -> None:
         lambda z: -z.log_softmax(-1).gather(-1, targets[..., None]).sum(),
     )
 
-
-# ---------------------------------------------------------------- what is sent, and when
 
 SIZES: dict[str, int] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
 BATCH = 2

@@ -1,7 +1,5 @@
 """Plans of tensor parallelism: which are found, what they leave on a rank, and what is said of what cannot be."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any
@@ -87,25 +85,21 @@ def region(*args: Any, **kwargs: Any) -> mk.tensor.TensorPlan:
 ATTENTION = ("block*.attention", ("block*.attention.qkv",), "block*.attention.out")
 
 
-@pytest.mark.parametrize(
-    "plan, t, says",
-    [
-        (None, 4, r"tp=4: block0.attention has 3 heads.*each rank takes at least one: tp=3 is the most"),
-        (region("block*.atention", ("a",)), 2, r"no module of the name 'block\*.atention'. It has 'block"),
-        (region("block0.mlp", ("block0.mlp.down",)), 2, r"no module of the name 'block0.mlp.down'"),
-        (region("block0.mlp", ("block*.mlp.up",)), 2, r"'block\*.mlp.up' has more \* than the entry"),
-        (region(*ATTENTION, heads="no"), 2, r"heads='no'\): the number of heads is to be read there, and it is None"),
-        (region(*ATTENTION, heads=5), 2, r"qkv has 36 outputs, which 5 heads and sections=\(1,\) do not make"),
-        (region(*ATTENTION, heads=3, local=("dropout",)), 2, "local=.*and dropout is Dropout"),
-        (region("block0.mlp", ("block0.norm1",)), 2, "block0.norm1 is a LayerNorm, and what is divided by columns"),
-        (region("block0.mlp", ("block0.mlp.up",), "block0.norm2"), 2, "norm2 is a LayerNorm: what is divided by"),
-        (mk.tensor.TensorPlan((), ("head.norm",)), 2, "head.norm' is a LayerNorm: an nn.Embedding has a vocabulary"),
-        (mk.tensor.TensorPlan((), ("embedding.tokens",)), 21, "tp=21: embedding.tokens has 20 tokens"),
-        (mk.tensor.TensorPlan((), head="head.norm"), 2, "head='head.norm' is a LayerNorm"),
-        (mk.tensor.TensorPlan((), head="head.logits"), 21, "head.logits has 20 tokens"),
-    ],
-    ids=lambda value: None,
-)  # fmt: skip
+@pytest.mark.parametrize("plan, t, says", [
+    (None, 4, r"tp=4: block0.attention has 3 heads.*each rank takes at least one: tp=3 is the most"),
+    (region("block*.atention", ("a",)), 2, r"no module of the name 'block\*.atention'. It has 'block"),
+    (region("block0.mlp", ("block0.mlp.down",)), 2, r"no module of the name 'block0.mlp.down'"),
+    (region("block0.mlp", ("block*.mlp.up",)), 2, r"'block\*.mlp.up' has more \* than the entry"),
+    (region(*ATTENTION, heads="no"), 2, r"heads='no'\): the number of heads is to be read there, and it is None"),
+    (region(*ATTENTION, heads=5), 2, r"qkv has 36 outputs, which 5 heads and sections=\(1,\) do not make"),
+    (region(*ATTENTION, heads=3, local=("dropout",)), 2, "local=.*and dropout is Dropout"),
+    (region("block0.mlp", ("block0.norm1",)), 2, "block0.norm1 is a LayerNorm, and what is divided by columns"),
+    (region("block0.mlp", ("block0.mlp.up",), "block0.norm2"), 2, "norm2 is a LayerNorm: what is divided by"),
+    (mk.tensor.TensorPlan((), ("head.norm",)), 2, "head.norm' is a LayerNorm: an nn.Embedding has a vocabulary"),
+    (mk.tensor.TensorPlan((), ("embedding.tokens",)), 21, "tp=21: embedding.tokens has 20 tokens"),
+    (mk.tensor.TensorPlan((), head="head.norm"), 2, "head='head.norm' is a LayerNorm"),
+    (mk.tensor.TensorPlan((), head="head.logits"), 21, "head.logits has 20 tokens"),
+], ids=lambda value: None)  # fmt: skip
 def test_what_cannot_be_divided(plan: mk.tensor.TensorPlan | None, t: int, says: str) -> None:
     model = GPT(**SIZES)
     with pytest.raises(ValueError, match=says):
@@ -116,11 +110,9 @@ def test_what_else_cannot_be() -> None:
     model = GPT(**SIZES)
     with pytest.raises(ValueError, match="the model has 'block0' before 'block1'"):
         shard_model(
-            copy.deepcopy(model),
-            FakeGroup(2),
-            mk.tensor.TensorPlan((), sequence=("block1", "block0")),
+            copy.deepcopy(model), FakeGroup(2), mk.tensor.TensorPlan((), sequence=("block1", "block0")),
             sequence=True,
-        )
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"does not say between which modules: TensorPlan\(..., sequence="):
         shard_model(copy.deepcopy(model), FakeGroup(2), mk.tensor.TensorPlan(()), sequence=True)
     shard_model(model, FakeGroup(3), sequence=True)
@@ -139,8 +131,6 @@ def test_what_else_cannot_be() -> None:
         mk.tensor.TensorPlan((), "embedding")  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- plans of transformers
-
 ZOO = {one.name: one for one in ARCHITECTURES}
 
 
@@ -152,9 +142,6 @@ def test_a_parameter_of_which_the_plan_says_nothing_is_refused() -> None:
         ValueError, match=r"does not say what becomes of model.layers.0.self_attn.q_norm.weight"
     ):
         mk.tensor.find_tensor_plan(model)
-
-
-# ---------------------------------------------------------------- plans that would compute something else
 
 
 class Residual(nn.Module):
@@ -188,14 +175,11 @@ def mean_of_words(outputs: Any, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(getattr(outputs, "logits", outputs).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (attention_without_sections, "fused projections take sections"),
-        (residual_inside, "does not compute what it computes whole"),
-        (norms_of_each_head, "does not compute what it computes whole"),
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (attention_without_sections, "fused projections take sections"),
+    (residual_inside, "does not compute what it computes whole"),
+    (norms_of_each_head, "does not compute what it computes whole"),
+])  # fmt: skip
 def test_a_plan_by_which_the_model_computes_something_else_is_stopped(
     train: Train, make: Any, says: str
 ) -> None:

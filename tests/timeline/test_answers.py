@@ -1,7 +1,5 @@
 """Every call that says how long a step takes, or what memory it needs, returns an Answer."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -254,14 +252,9 @@ def against_prediction(cluster: mk.Cluster) -> Comparison:
     torch.manual_seed(0)
     model, data = GPT(layers=4, width=32, length=16), text_batches(batch=8, length=16, steps=2)
     run = cluster.train(
-        model,
-        data,
-        mk.Plan.gpipe(4, 4),
-        loss=next_token_loss,
-        optimizer=torch.optim.AdamW,
-        steps=2,
+        model, data, mk.Plan.gpipe(4, 4), loss=next_token_loss, optimizer=torch.optim.AdamW, steps=2,
         show=False,
-    ).wait()
+    ).wait()  # fmt: skip
     return mk.compare(run)
 
 

@@ -1,7 +1,5 @@
 """A replay puts each op where a device of its own, and a link of that latency and bandwidth, would."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,20 +78,17 @@ NODES = Hardware(
 )
 
 
-@pytest.mark.parametrize(
-    ("hardware", "sends", "seconds"),
-    [
-        # Two hops; rank 1 receives 16 + 32 bytes, more than anyone sends. What rank 2 keeps takes no time.
-        (TOY, [[8, 16, 8], [8, 8, 0], [0, 32, 80]], 2 * LATENCY + 48 / BANDWIDTH),
-        (TOY, [[0, 40, 8], [8, 8, 0], [0, 8, 8]], 2 * LATENCY + 48 / BANDWIDTH),  # rank 0 sends most
-        (TOY, [[0, 0, 0], [8, 8, 8], [0, 0, 0]], 2 * LATENCY + 16 / BANDWIDTH),  # two ranks have nothing
-        (TOY, [[5, 0, 0], [0, 5, 0], [0, 0, 5]], 2 * LATENCY),  # nothing travels
-        # Three hops, two of them between nodes, of which rank 3 receives 6 bytes; inside of one, rank 0 sends 16.
-        (NODES, [[0, 16, 0, 4], [0, 0, 0, 2], [1, 0, 0, 0], [0, 0, 8, 0]], LATENCY + 2 * 0.5 + 6 / 2.0),
-        (NODES, [[0, 64, 0, 4], [0, 0, 0, 2], [1, 0, 0, 0], [0, 0, 8, 0]], LATENCY + 2 * 0.5 + 64 / BANDWIDTH),
-        (NODES, [[4, 4, 4, 4]] * 4, LATENCY + 2 * 0.5 + 8 / 2.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hardware", "sends", "seconds"), [
+    # Two hops; rank 1 receives 16 + 32 bytes, more than anyone sends. What rank 2 keeps takes no time.
+    (TOY, [[8, 16, 8], [8, 8, 0], [0, 32, 80]], 2 * LATENCY + 48 / BANDWIDTH),
+    (TOY, [[0, 40, 8], [8, 8, 0], [0, 8, 8]], 2 * LATENCY + 48 / BANDWIDTH),  # rank 0 sends most
+    (TOY, [[0, 0, 0], [8, 8, 8], [0, 0, 0]], 2 * LATENCY + 16 / BANDWIDTH),  # two ranks have nothing
+    (TOY, [[5, 0, 0], [0, 5, 0], [0, 0, 5]], 2 * LATENCY),  # nothing travels
+    # Three hops, two of them between nodes, of which rank 3 receives 6 bytes; inside of one, rank 0 sends 16.
+    (NODES, [[0, 16, 0, 4], [0, 0, 0, 2], [1, 0, 0, 0], [0, 0, 8, 0]], LATENCY + 2 * 0.5 + 6 / 2.0),
+    (NODES, [[0, 64, 0, 4], [0, 0, 0, 2], [1, 0, 0, 0], [0, 0, 8, 0]], LATENCY + 2 * 0.5 + 64 / BANDWIDTH),
+    (NODES, [[4, 4, 4, 4]] * 4, LATENCY + 2 * 0.5 + 8 / 2.0),
+])  # fmt: skip
 def test_an_uneven_all_to_all_takes_as_long_as_its_busiest_rank(
     hardware: Hardware, sends: list[list[int]], seconds: float
 ) -> None:
@@ -103,22 +98,16 @@ def test_an_uneven_all_to_all_takes_as_long_as_its_busiest_rank(
     assert times(play(*ranks, hardware=hardware), 0, Kind.ALL_TO_ALL) == [(0.0, seconds)]
 
 
-# ---------------------------------------------------------------- by hand
-
-
-@pytest.mark.parametrize(
-    ("kind", "seconds"),
-    [
-        # 3 ranks, 24 bytes at 8 bytes per second: 3 s on a wire of factor 1, and 0.25 s per hop
-        (Kind.ALL_REDUCE, 4 / 3 * 3 + 4 * 0.25),
-        (Kind.ALL_GATHER, 2 / 3 * 3 + 2 * 0.25),
-        (Kind.REDUCE_SCATTER, 2 / 3 * 3 + 2 * 0.25),
-        (Kind.ALL_TO_ALL, 2 / 3 * 3 + 2 * 0.25),
-        (Kind.BROADCAST, 3 + 2 * 0.25),
-        (Kind.REDUCE, 3 + 2 * 0.25),
-        (Kind.BARRIER, 4 * 0.25),
-    ],
-)
+@pytest.mark.parametrize(("kind", "seconds"), [
+    # 3 ranks, 24 bytes at 8 bytes per second: 3 s on a wire of factor 1, and 0.25 s per hop
+    (Kind.ALL_REDUCE, 4 / 3 * 3 + 4 * 0.25),
+    (Kind.ALL_GATHER, 2 / 3 * 3 + 2 * 0.25),
+    (Kind.REDUCE_SCATTER, 2 / 3 * 3 + 2 * 0.25),
+    (Kind.ALL_TO_ALL, 2 / 3 * 3 + 2 * 0.25),
+    (Kind.BROADCAST, 3 + 2 * 0.25),
+    (Kind.REDUCE, 3 + 2 * 0.25),
+    (Kind.BARRIER, 4 * 0.25),
+])  # fmt: skip
 def test_a_collective_begins_when_its_last_member_has_come(kind: Kind, seconds: float) -> None:
     ranks = [Rank(), Rank(), Rank()]
     for number, rank in enumerate(ranks):
@@ -170,9 +159,6 @@ def test_on_other_hardware_it_is_the_roofline() -> None:
     assert times(play(rank, hardware=toy, dtype="bfloat16"), 0)[0] == (0.0, 0.5)
 
 
-# ---------------------------------------------------------------- runs that were cut short
-
-
 def test_a_rank_killed_in_an_op_leaves_the_others_their_times_and_a_note() -> None:
     ranks = [Rank(), Rank()]
     for number, rank in enumerate(ranks):
@@ -188,9 +174,6 @@ def test_a_rank_killed_in_an_op_leaves_the_others_their_times_and_a_note() -> No
     assert "rank 1 is in backward of stage 1 micro-batch 3 (step 0)" in timeline.notes[-1]
     assert "rank 0 waits for rank 1 (recv)" in timeline.notes[-1]
     assert timeline.step_time == 3.0
-
-
-# ---------------------------------------------------------------- the wall clock
 
 
 def test_measured_is_the_wall_clock() -> None:
@@ -209,8 +192,6 @@ def test_measured_is_the_wall_clock() -> None:
     assert timeline.held["time"].tolist() == [0.25]
     assert timeline.notes == ["Rank 0 left 1 op open, which is not shown."]
 
-
-# ---------------------------------------------------------------- any program
 
 # What one rank, or several, do next, in an order that any run could have: whoever waits, waits for what all members
 # have asked for before. So no program waits for ever.

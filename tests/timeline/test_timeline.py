@@ -1,7 +1,5 @@
 """The figures of a timeline, by hand and in general."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
 from mpkit.prediction.experiments.what_if import BAND, WhatIf, settings, what_if
-from mpkit.timeline.diagnosis.bubble_words import bubble_words
-from mpkit.timeline.idleness import CAUSES, idle_by_cause
+from mpkit.timeline.idleness import CAUSES, bubble_words, idle_by_cause
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.timeline.simulation import followed_by
 from mpkit.timeline.timeline import Timeline
@@ -205,9 +202,6 @@ def about(time: float) -> Any:
     return pytest.approx(time, rel=1e-3)
 
 
-# ---- changes -----------------------------------------------------------------------------------------------------
-
-
 def test_changes_add_up_in_their_order() -> None:
     found = settings(PLAN, {"link": 2, "microbatches": 8})
     assert [each.change for each in found] == ["", "link x2", "microbatches 8"]
@@ -218,32 +212,24 @@ def test_changes_add_up_in_their_order() -> None:
 def test_changes_that_only_work_together_count_as_one() -> None:
     found = settings(PLAN, {"virtual_stages": 2, "schedule": "interleaved_1f1b", "recompute": "full"})
     assert [each.change for each in found] == [
-        "",
-        "virtual_stages 2, schedule interleaved_1f1b",
-        "recompute full",
-    ]
+        "", "virtual_stages 2, schedule interleaved_1f1b", "recompute full",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"changes nothing.*run\.what_if\(link=2"),
-        ({"microbatchs": 8}, r"did you mean microbatches=8\?"),
-        ({"chunks": 8}, r"microbatches= is what GPipe"),
-        ({"banana": 8}, r"There are link, ranks, pp"),
-        ({"link": 0}, r"link=0: .*link=0\.5"),
-        ({"link": "fast"}, r"link='fast': .*link=2"),
-        ({"schedule": "zb_h3"}, r"run\.what_if\(schedule='zb_h3'\) of Plan.*'zb_h1'"),
-        ({"ranks": 3}, r"ranks=3: dp is what changes.*ranks=8.*pp=2, dp=2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({}, r"changes nothing.*run\.what_if\(link=2"),
+    ({"microbatchs": 8}, r"did you mean microbatches=8\?"),
+    ({"chunks": 8}, r"microbatches= is what GPipe"),
+    ({"banana": 8}, r"There are link, ranks, pp"),
+    ({"link": 0}, r"link=0: .*link=0\.5"),
+    ({"link": "fast"}, r"link='fast': .*link=2"),
+    ({"schedule": "zb_h3"}, r"run\.what_if\(schedule='zb_h3'\) of Plan.*'zb_h1'"),
+    ({"ranks": 3}, r"ranks=3: dp is what changes.*ranks=8.*pp=2, dp=2"),
+])  # fmt: skip
 def test_impossible_changes_are_refused(changes: dict[str, Any], message: str) -> None:
     plan = mk.Plan(pp=2, dp=2, microbatches=4)
     with pytest.raises(ValueError, match=message):
         settings(plan, changes)
-
-
-# ---- the run's own times -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -288,10 +274,8 @@ def test_a_backward_that_is_split_takes_longer(ask: Callable[..., WhatIf]) -> No
 def test_causes_sum_to_the_change(ask: Callable[..., WhatIf]) -> None:
     found = ask(link=0.01, schedule="1f1b", microbatches=8)
     assert [change for change, _ in found.causes] == [
-        "link x0.01",
-        "schedule 1f1b",
-        "microbatches 8",
-    ]
+        "link x0.01", "schedule 1f1b", "microbatches 8",
+    ]  # fmt: skip
     assert sum(seconds for _, seconds in found.causes) == pytest.approx(
         found.step_time - found.before.step_time
     )
@@ -315,9 +299,6 @@ def test_factors_of_a_played_plan_on_itself_change_nothing(clusters: Clusters) -
     assert grads["cpu"].sum() == pytest.approx(
         2 * trace.ranks[0].ops["cpu"][trace.ranks[0].ops["kind"] == Kind.INPUT_GRAD].sum(), rel=1e-3
     )
-
-
-# ---- a real run --------------------------------------------------------------------------------------------------
 
 
 def test_a_real_run_is_predicted_and_shown(run: Run) -> None:

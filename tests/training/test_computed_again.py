@@ -1,7 +1,5 @@
 """Forwards that are done twice, by the kit's recomputation or torch's checkpoints: as serial training, or refused."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -87,16 +85,10 @@ def test_gradients_of_blocks_used_several_times_add_up(train: Train, plan: mk.Pl
         train(Checkpoints(Block, (0, 1, 0, 2, 2, 1)), data(), plan, **HOW)
 
 
-# ---------------------------------------------------------------- torch's checkpoints in a pipeline
-
-
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 @pytest.mark.parametrize("kind", [Checkpoints, WithoutReentry])
 def test_checkpoints_around_blocks_of_a_pipeline(train: Train, kind: type[Checkpoints]) -> None:
     check_equal(train, kind(Block), data(), mk.Plan.gpipe(2, 2), **HOW)
-
-
-# ---------------------------------------------------------------- what a block changes besides its output
 
 
 class Counts(Block):
@@ -154,9 +146,6 @@ class AddsKept(Model):
 
 def test_a_tensor_that_a_recomputed_block_keeps_has_a_gradient(train: Train) -> None:
     check_equal(train, AddsKept(KeepsAux), data(), FULL, **HOW)
-
-
-# ---------------------------------------------------------------- structures
 
 
 @dataclass
@@ -219,14 +208,10 @@ class DifferentiatesBlocks(Model):
         return slope
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "words"),
-    [
-        (Model(Differentiates), FULL, "computes gradients in its forward"),
-        (DifferentiatesBlocks(Block), mk.Plan.zero(3, 2), "computes gradients of what Block returned"),
-    ],
-    ids=["recomputed", "gathered"],
-)
+@pytest.mark.parametrize(("model", "plan", "words"), [
+    (Model(Differentiates), FULL, "computes gradients in its forward"),
+    (DifferentiatesBlocks(Block), mk.Plan.zero(3, 2), "computes gradients of what Block returned"),
+], ids=["recomputed", "gathered"])  # fmt: skip
 def test_gradients_of_what_is_gone_are_refused(
     train: Train, model: nn.Module, plan: mk.Plan, words: str
 ) -> None:

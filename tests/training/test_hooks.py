@@ -1,7 +1,5 @@
 """Hooks, a __call__ of one's own and parametrizations: run as in plain PyTorch, or refused before a rank starts."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import threading
@@ -31,14 +29,9 @@ def net() -> nn.Sequential:
     torch.manual_seed(0)
     inner = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
     layers = [
-        nn.Linear(4, 6),
-        nn.Tanh(),
-        nn.Sequential(*inner),
-        nn.Tanh(),
-        nn.Linear(6, 6),
-        nn.Tanh(),
+        nn.Linear(4, 6), nn.Tanh(), nn.Sequential(*inner), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(),
         nn.Linear(6, 4),
-    ]
+    ]  # fmt: skip
     return nn.Sequential(*layers).double()
 
 
@@ -93,9 +86,6 @@ def test_hooks_of_a_model_that_tensor_parallelism_divides(train: Train) -> None:
     same(two, one.losses, one.state_dict(), **EXACT)
 
 
-# ---------------------------------------------------------------- refused
-
-
 def prepared(model: nn.Module, kind: str, **how: Any) -> None:
     plan = PLANS[kind]
     how = {"data": DATA, "loss": F.mse_loss, "optimizer": sgd, "steps": 2, "ranks": plan.ranks} | how
@@ -112,10 +102,8 @@ def with_a(register: Callable[[nn.Sequential], Any]) -> Callable[[], nn.Module]:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
-    "a backward over stages": (
-        with_a(lambda m: m.register_full_backward_hook(double_all)), ["gpipe"],
-        r"cannot be cut: the full backward hook double_all of the model",
-    ),
+    "a backward over stages": (with_a(lambda m: m.register_full_backward_hook(double_all)), ["gpipe"],
+        r"cannot be cut: the full backward hook double_all of the model"),
     "a lock": (with_a(lambda m: setattr(m[2], "lock", threading.Lock())), ["tp"], r"The model's 2 cannot be copied"),
 }  # fmt: skip
 
@@ -142,9 +130,6 @@ def test_hooks_on_all_modules_are_refused() -> None:
     finally:
         handle.remove()
     prepared(net(), "serial")
-
-
-# ---------------------------------------------------------------- parts
 
 
 @pytest.mark.filterwarnings(

@@ -1,7 +1,5 @@
 """Losses that are no plain mean over samples: equal to plain PyTorch on the whole batch, under every plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -90,13 +88,9 @@ def test_what_is_loaded_later_is_looked_at_on_the_ranks(clusters: Clusters) -> N
     # and of one of torch's means nothing has to be known
     data = mk.Batches(torch.utils.data.TensorDataset(x, masked), batch_size=4, shuffle=False)
     run = clusters(2).train(
-        net(),
-        data,
-        mk.Plan.ddp(2),
-        loss=lambda o, t: F.cross_entropy(o, t),
-        steps=4,
+        net(), data, mk.Plan.ddp(2), loss=lambda o, t: F.cross_entropy(o, t), steps=4,
         optimizer=HOW["optimizer"],
-    )
+    )  # fmt: skip
     parts = [(x[i : i + 4], masked[i : i + 4]) for i in range(0, 16, 4)]
     losses, _ = serial(net(), parts, loss=F.cross_entropy, steps=4, optimizer=HOW["optimizer"])
     assert run.wait().losses == pytest.approx(losses, rel=1e-10)
@@ -134,23 +128,18 @@ def test_a_training_with_warm_up(clusters: Clusters) -> None:
     assert moved == pytest.approx(0.01 + 0.02 + 0.03 + 0.04 + 0.04)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"lr": 0}, "lr=0.*a number above 0"),
-        ({"base_batch": 0}, "base_batch=0.*whole number, 1 or more"),
-        ({"batch": 12.5}, "batch=12.5"),
-        ({"warmup_steps": -1}, "warmup_steps=-1.*0 or more"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"lr": 0}, "lr=0.*a number above 0"),
+    ({"base_batch": 0}, "base_batch=0.*whole number, 1 or more"),
+    ({"batch": 12.5}, "batch=12.5"),
+    ({"warmup_steps": -1}, "warmup_steps=-1.*0 or more"),
+])  # fmt: skip
 def test_errors(wrong: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         mk.optimizer.linear_scaling(**{"lr": 0.1, "base_batch": 8, "batch": 16} | wrong)  # type: ignore[arg-type]
 
 
 # ---- 16 bits, beside 16 bits in plain PyTorch: unusual dtypes, overflows that skip a step, and clipping.
-
-# ---------------------------------------------------------------- the trained weights
 
 
 class TiedHead(nn.Module):
@@ -159,12 +148,9 @@ class TiedHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
+            nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(),
             nn.Linear(8, 8, bias=False),
-            nn.Linear(8, 8),
-            nn.LayerNorm(8),
-            nn.Tanh(),
-            nn.Linear(8, 8, bias=False),
-        )
+        )  # fmt: skip
         self.layers[4].weight = self.layers[0].weight
         self.layers[1].bias.requires_grad_(False)
 
@@ -173,15 +159,11 @@ class TiedHead(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan.dp(2, precision="bf16"),
-        mk.Plan.zero(3, 2, precision="bf16", offload="optimizer"),
-        mk.Plan(pp=2, dp=2, microbatches=2, zero=1, precision="bf16"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("plan", [
+    mk.Plan.dp(2, precision="bf16"),
+    mk.Plan.zero(3, 2, precision="bf16", offload="optimizer"),
+    mk.Plan(pp=2, dp=2, microbatches=2, zero=1, precision="bf16"),
+], ids=repr)  # fmt: skip
 def test_trained_weights_have_32_bits(clusters: Clusters, plan: mk.Plan) -> None:
     """A step of 1e-4 vanishes in bf16 beside weights of 0.3; the masters have it, and so have the weights."""
     torch.manual_seed(0)
@@ -190,16 +172,11 @@ def test_trained_weights_have_32_bits(clusters: Clusters, plan: mk.Plan) -> None
     run = (
         clusters(plan.ranks)
         .train(
-            net,
-            data,
-            plan,
-            loss=F.cross_entropy,
-            optimizer=lambda p: torch.optim.Adam(p, lr=1e-4),
-            steps=2,
+            net, data, plan, loss=F.cross_entropy, optimizer=lambda p: torch.optim.Adam(p, lr=1e-4), steps=2,
             ema=0.5,
         )
         .wait()
-    )
+    )  # fmt: skip
     trained, averaged = run.state_dict(), run.ema_state_dict()
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:

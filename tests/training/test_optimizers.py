@@ -1,7 +1,5 @@
 """Optimizers that are more than elementwise: refused where ranks hold parts of a parameter, or stopped in step 1."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -80,18 +78,10 @@ class MuonAndAdamW(Optimizer):
 
 
 PLANS = {
-    "serial": mk.Plan.serial(2),
-    "ddp": mk.Plan.ddp(2),
-    "gpipe": mk.Plan.gpipe(2, 2),
-    "zero1": mk.Plan.zero(1, 2),
-    "zero2": mk.Plan.zero(2, 2),
-    "zero3": mk.Plan.zero(3, 2),
-    "tp": mk.Plan.tp(2),
+    "serial": mk.Plan.serial(2), "ddp": mk.Plan.ddp(2), "gpipe": mk.Plan.gpipe(2, 2),
+    "zero1": mk.Plan.zero(1, 2), "zero2": mk.Plan.zero(2, 2), "zero3": mk.Plan.zero(3, 2), "tp": mk.Plan.tp(2),
     "tp x zero": mk.Plan(dp=2, tp=2, zero=1),
-}
-
-
-# ---------------------------------------------------------------- refused
+}  # fmt: skip
 
 
 def on_parameters(params: Any) -> Optimizer:
@@ -164,9 +154,8 @@ def by_value(model: nn.Module) -> Callable[[Any], Optimizer]:
 
 
 @pytest.mark.parametrize("function", [by_number, by_value])
-@pytest.mark.parametrize("plan", [mk.Plan.zero(3, 2)], ids=str)
-def test_what_a_rank_cannot_see_is_refused(function: Any, plan: mk.Plan) -> None:
+def test_what_a_rank_cannot_see_is_refused(function: Any) -> None:
     model = net()
-    how: dict[str, Any] = {"ranks": plan.ranks, "loss": F.mse_loss, "optimizer": function(model), "steps": 1}
+    how: dict[str, Any] = {"ranks": 2, "loss": F.mse_loss, "optimizer": function(model), "steps": 1}
     with pytest.raises(ValueError, match=r"0\.weight has .* in a loop with .* on a rank.*by_name"):
-        prepare(model, DATA, plan, **how)
+        prepare(model, DATA, mk.Plan.zero(3, 2), **how)

@@ -1,7 +1,5 @@
 """Which ranks draw the same random numbers, and which their own, wherever in a model something is drawn."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

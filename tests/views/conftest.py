@@ -1,7 +1,5 @@
 """Timelines to look at: simulated ones, dressed as runs, long ones, and hostile ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -54,13 +52,9 @@ def hostile(gpipe: mk.Timeline) -> mk.Timeline:
     spans = gpipe.spans.copy()
     spans["name"] = len(gpipe.names)
     return replace(
-        gpipe,
-        spans=spans,
-        names=[*gpipe.names, HOSTILE],
-        meta={"hardware": HOSTILE},
-        clock=HOSTILE,
+        gpipe, spans=spans, names=[*gpipe.names, HOSTILE], meta={"hardware": HOSTILE}, clock=HOSTILE,
         notes=[HOSTILE],
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -134,11 +128,8 @@ def meshed() -> Callable[..., mk.Timeline]:
             for row, (start, amount, group, microbatch) in zip(extra, calls, strict=True):
                 row["rank"], row["lane"], row["kind"] = rank, Lane.COMM, Kind.ALL_REDUCE
                 row["bytes"], row["group"], row["peer"], row["cause"] = (
-                    amount,
-                    number(",".join(map(str, group))),
-                    -1,
-                    -1,
-                )
+                    amount, number(",".join(map(str, group))), -1, -1,
+                )  # fmt: skip
                 row["start"], row["end"], row["microbatch"], row["stage"] = start, start + 0.5, microbatch, -1
             parts += [mine, extra[[len(call[2]) > 1 for call in calls]]]
         spans = np.concatenate(parts)

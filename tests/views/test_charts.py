@@ -1,7 +1,5 @@
 """Charts, and the pictures made of them: memory, bytes, predictions, placements, waits."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -22,8 +20,7 @@ from mpkit.models import GPT
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.placement.placement import place
 from mpkit.timeline.replay import Replay
-from mpkit.timeline.traffic import sent_to
-from mpkit.timeline.volume import VolumeRow
+from mpkit.timeline.traffic import VolumeRow, sent_to
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace
 from mpkit.trace.metrics import Metrics
 from mpkit.views.chart.chart import Chart, Panel, Series, chart_text

@@ -1,7 +1,5 @@
 """What a notebook and a page show: widget, dashboard, explorer, HTML."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -163,11 +161,8 @@ def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None
     board.add_output(hostile)
     board.finish(replace(gpipe, spans=gpipe.spans[:0]), f"rank 2 raised {hostile}", status="failed")
     for page in (
-        board._trouble.value,
-        board._head.value,
-        board._output.value,
-        board.mimebundle()["text/html"],
-    ):
+        board._trouble.value, board._head.value, board._output.value, board.mimebundle()["text/html"],
+    ):  # fmt: skip
         assert "<script" not in page and "&lt;script&gt;" in page
     assert "failed" in board.mimebundle()["text/plain"]
     assert board._stop.layout.visibility == "hidden"
@@ -185,18 +180,15 @@ def test_the_explorer_begins_as_asked_and_tells_where_no_script_runs_what_it_sho
     assert "15.0 s" in bundle["text/plain"] and bundle["text/html"].startswith("<img alt=")
 
 
-@pytest.mark.parametrize(
-    ("schedules", "setting", "says"),
-    [
-        (("gpipe",), {"forward": "1"}, "forward='1': a time is a number of seconds"),
-        (("gpipe",), {"ranks": 12}, r"the slider reaches 2 to 8; mk\.simulate"),
-        (("gpip",), {}, "nearest is .*'gpipe'"),
-        (("F0 F1 B0 B1\nB0 F0 F1 B1",), {}, "1B0 comes before 1F0"),
-        (("gpipe",), {"forwards": 2}, "what can be set is ranks, microbatches, forward, input_grad"),
-        ((mk.Plan.gpipe(2, 2),), {}, "a schedule's name or its rows as text"),
-        (("gpipe",) * 3, {}, "two at most"),
-    ],
-)
+@pytest.mark.parametrize(("schedules", "setting", "says"), [
+    (("gpipe",), {"forward": "1"}, "forward='1': a time is a number of seconds"),
+    (("gpipe",), {"ranks": 12}, r"the slider reaches 2 to 8; mk\.simulate"),
+    (("gpip",), {}, "nearest is .*'gpipe'"),
+    (("F0 F1 B0 B1\nB0 F0 F1 B1",), {}, "1B0 comes before 1F0"),
+    (("gpipe",), {"forwards": 2}, "what can be set is ranks, microbatches, forward, input_grad"),
+    ((mk.Plan.gpipe(2, 2),), {}, "a schedule's name or its rows as text"),
+    (("gpipe",) * 3, {}, "two at most"),
+])  # fmt: skip
 def test_what_cannot_be_explored_says_why(schedules: Any, setting: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         mk.explore(*schedules, **setting)
@@ -256,10 +248,8 @@ def test_the_summary_compares_strategies() -> None:
 def test_a_badge_says_whether_a_run_is_equal_to_serial_training(cluster: mk.Cluster) -> None:
     data = [(torch.randn(4, 2), torch.randn(4, 1))]
     how = {
-        "loss": torch.nn.functional.mse_loss,
-        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
-        "steps": 2,
-    }
+        "loss": torch.nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "steps": 2,
+    }  # fmt: skip
     run = cluster.resized(1).train(torch.nn.Linear(2, 1), data, **how).wait()
     assert "equal to serial training in steps 1 and 2" in Page(html(run.timeline())).words
     assert not any("serial training" in words for words in Page(html(run.timeline("8x-h100-pcie"))).words)

@@ -1,7 +1,5 @@
 """The timeline's pictures: rows and boxes, SVG, text, lanes, colours, Perfetto."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -169,17 +167,14 @@ def test_what_communicates_has_a_line_when_nothing_else_is_there(data_parallel: 
 Meshed = Callable[..., mk.Timeline]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "label", "groups"),
-    [
-        (Mesh(pp=2, dp=2, tp=2), "rank 1  pp0 dp0 tp1", ["pp0 dp0", "pp0 dp1", "pp1 dp0", "pp1 dp1"]),
-        (Mesh(pp=2, dp=2), "rank 1  pp0 dp1", ["pp0", "pp1"]),
-        (Mesh(dp=2, tp=2), "rank 1  dp0 tp1", ["dp0", "dp1"]),
-        (Mesh(pp=2, cp=2, tp=2), "rank 1  pp0 cp0 tp1", ["pp0", "pp1"]),
-        (Mesh(cp=2, tp=2), "rank 1  cp0 tp1", ["cp0", "cp1"]),
-        (Mesh(tp=4), "rank 1 (CPU)", []),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "label", "groups"), [
+    (Mesh(pp=2, dp=2, tp=2), "rank 1  pp0 dp0 tp1", ["pp0 dp0", "pp0 dp1", "pp1 dp0", "pp1 dp1"]),
+    (Mesh(pp=2, dp=2), "rank 1  pp0 dp1", ["pp0", "pp1"]),
+    (Mesh(dp=2, tp=2), "rank 1  dp0 tp1", ["dp0", "dp1"]),
+    (Mesh(pp=2, cp=2, tp=2), "rank 1  pp0 cp0 tp1", ["pp0", "pp1"]),
+    (Mesh(cp=2, tp=2), "rank 1  cp0 tp1", ["cp0", "cp1"]),
+    (Mesh(tp=4), "rank 1 (CPU)", []),
+])  # fmt: skip
 def test_names_and_groups(meshed: Meshed, mesh: Mesh, label: str, groups: list[str]) -> None:
     timeline = meshed(mesh)
     assert rank_label(timeline, 1) == label

@@ -1,7 +1,5 @@
 """Programs that know nothing of mpkit, as people have them: each returns numbers that watching must not change."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

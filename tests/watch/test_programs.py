@@ -1,7 +1,5 @@
 """Programs that know nothing of mpkit, watched: their results stay, and their traces are complete."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -157,17 +155,13 @@ def profiled(ctx: Any, program: FunctionType) -> Peak:
     return peak_of(lambda: larger(ctx, program))
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        programs.ddp,
-        *[
-            pytest.param(program, marks=pytest.mark.soak)
-            for program in (programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline)
-        ],
+@pytest.mark.parametrize("program", [
+    programs.ddp,
+    *[
+        pytest.param(program, marks=pytest.mark.soak)
+        for program in (programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline)
     ],
-    ids=lambda program: program.__name__,
-)
+], ids=lambda program: program.__name__)  # fmt: skip
 def test_peak_memory_is_the_profilers(program: Any, clusters: Clusters) -> None:
     cluster = clusters(2)
     peaks = cluster.run(profiled, program)
@@ -176,18 +170,16 @@ def test_peak_memory_is_the_profilers(program: Any, clusters: Clusters) -> None:
         assert abs(peak.off(held["total"])) <= 0.03
 
 
-def test_memory_is_counted_by_category(clusters: Clusters) -> None:
-    clusters(2).run(larger, programs.ddp, watch=True)
+def test_memory_is_counted_by_category_and_flops_of_every_step_are_those_of_the_formula(
+    clusters: Clusters,
+) -> None:
+    clusters(2).run(larger, programs.fsdp2, watch=True)
     size = 4 * (MATRICES + BLOCKS * 5 * WIDTH + 8)
     for held in clusters(2).timeline().peak_memory:
-        assert (held["params"], held["grads"], held["optimizer"]) == (size, size, 0)
-    clusters(2).run(larger, programs.fsdp2, watch=True)
-    for held in clusters(2).timeline().peak_memory:
         assert (held["params"], held["grads"], held["optimizer"]) == (size // 2, size // 2, size)
-
-
-def test_flops_of_every_step_are_those_of_the_formula(clusters: Clusters) -> None:
     clusters(2).run(larger, programs.ddp, watch=True)
+    for held in clusters(2).timeline().peak_memory:
+        assert (held["params"], held["grads"], held["optimizer"]) == (size, size, 0)
     ops = clusters(2).trace.ranks[0].ops
     actions = ops[ops["depth"] == 0]
     forward = 2 * BATCH * MATRICES

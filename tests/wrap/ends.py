@@ -5,8 +5,6 @@ threads of gloo are left.
 """
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -34,7 +32,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
-from mpkit.models import GPT
+from mpkit.models import GPT, next_token_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import Toy, data, mine, momentum, proved
@@ -58,10 +56,6 @@ def gpt() -> GPT:
     return GPT(layers=2, width=12, heads=2)
 
 
-def loss_of(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(out.flatten(0, 1), targets.flatten())
-
-
 def step(model: Any, loss: torch.Tensor | None) -> None:
     """Take a step, which is compared with plain PyTorch."""
     if loss is not None:
@@ -80,8 +74,8 @@ def wrappers() -> None:
     ctx, ids = begin(), torch.arange(32).view(4, 8)
     average(ctx, bucket_mb=1e-3)
     tensor = keep(proved(mk.tensor_parallel, gpt()))
-    step(tensor, loss_of(tensor(ids), ids))
-    pipe = keep(mk.pipeline(gpt(), "1f1b", example=(ids, ids), loss=loss_of, microbatches=4))
+    step(tensor, next_token_loss(tensor(ids), ids))
+    pipe = keep(mk.pipeline(gpt(), "1f1b", example=(ids, ids), loss=next_token_loss, microbatches=4))
     pipe.step(ids, ids)
     step(pipe, None)
     finish()

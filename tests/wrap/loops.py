@@ -1,7 +1,5 @@
 """Models and loops that the tests of the wrappers share."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A program is a module and a step of its loop, which the plain loop takes on the 
 the same weights in float64, or it is refused on every rank with the words in the table. All programs run in one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +30,6 @@ class Program:
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)
     how: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
-
-
-# ---------------------------------------------------------------- modules
 
 
 class MLP(nn.Module):
@@ -81,10 +76,8 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.l, self.gain, self.none = (
-            nn.Linear(4, 2),
-            nn.Parameter(torch.tensor(0.5)),
-            nn.Parameter(torch.zeros(0, 3)),
-        )
+            nn.Linear(4, 2), nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3)),
+        )  # fmt: skip
         self.t = nn.Parameter(torch.randn(4, 4).t()[::2])
         self.c = nn.Parameter(torch.randn(2, 2, dtype=torch.complex128))
 
@@ -124,9 +117,6 @@ def frozen() -> nn.Module:
     module = MLP()
     module.a.requires_grad_(False)
     return module
-
-
-# ---------------------------------------------------------------- steps
 
 
 def inner(model: Any, wrapped: bool) -> Any:

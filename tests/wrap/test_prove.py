@@ -1,7 +1,5 @@
 """mk.prove: a wrapped module's first steps are compared with plain PyTorch; nothing is found where all is right."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.models import GPT
+from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.tensor import operators
 from mpkit.strategies.wrappers.pipeline import PipelineParallel
 from tests.serial import Clusters
@@ -66,22 +64,16 @@ def by_the_left(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]] = {
-    "tied and frozen weights": (Toy, plainly),
-    "buffers": (Normed, plainly),
-    "outputs": (Outputs, from_a_dict),
-    "two forwards": (Normed, from_two_forwards),
-    "unused": (Branches, by_the_left),
-}
+    "tied and frozen weights": (Toy, plainly), "buffers": (Normed, plainly), "outputs": (Outputs, from_a_dict),
+    "two forwards": (Normed, from_two_forwards), "unused": (Branches, by_the_left),
+}  # fmt: skip
 
 
 def loop(
-    ctx: Any,
-    wrap: Wrap,
-    make: Callable[[], nn.Module] = Toy,
+    ctx: Any, wrap: Wrap, make: Callable[[], nn.Module] = Toy,
     loss: Callable[[Any, Tensor, Tensor], Tensor] = plainly,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
-    accumulate: bool = False,
-) -> str:
+    optimizer: Callable[[Any], torch.optim.Optimizer] = momentum, accumulate: bool = False,
+) -> str:  # fmt: skip
     """Train for three steps, and return the line of the proof."""
     torch.manual_seed(3)
     module = make()
@@ -141,17 +133,14 @@ def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y) + sum(0.1 * p.square().sum() for p in model.parameters())
 
 
+def in_parts_and_penalized(ctx: Any) -> list[str]:
+    return [loop(ctx, mk.ddp, accumulate=True), loop(ctx, mk.ddp, loss=penalized)]
+
+
 def test_gradients_that_accumulate_are_compared_and_penalties_said(clusters: Clusters) -> None:
-    for line in clusters(2).run(loop, mk.ddp, Toy, plainly, momentum, True):
-        assert line.startswith("mk.prove(DataParallel): equal to plain PyTorch in steps 1 and 2: ")
-    for line in clusters(2).run(loop, mk.ddp, Toy, penalized):
-        assert line.startswith(
-            "mk.prove(DataParallel): not verified: the loss uses the parameters by themselves"
-        )
-
-
-def of_tokens(out: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), ids.flatten())
+    for equal, said in clusters(2).run(in_parts_and_penalized):
+        assert equal.startswith("mk.prove(DataParallel): equal to plain PyTorch in steps 1 and 2: ")
+        assert "not verified: the loss uses the parameters by themselves" in said
 
 
 def steps_of_a_gpt(ctx: Any, kind: str) -> str:
@@ -159,7 +148,7 @@ def steps_of_a_gpt(ctx: Any, kind: str) -> str:
     module = GPT(layers=2, width=32, heads=4, dropout=0.1)
     ids = torch.randint(0, 60, (4, 16))
     if kind == "pipeline":
-        model: Any = mk.pipeline(module, example=(ids, ids), loss=of_tokens, prove=2)
+        model: Any = mk.pipeline(module, example=(ids, ids), loss=next_token_loss, prove=2)
     else:
         model = proved(mk.tensor_parallel, module, 2)
     updates = adamw(model.parameters())
@@ -168,7 +157,7 @@ def steps_of_a_gpt(ctx: Any, kind: str) -> str:
         if kind == "pipeline":
             model.step(ids, ids)
         else:
-            of_tokens(model(ids), ids).backward()
+            next_token_loss(model(ids), ids).backward()
         updates.step()
     return str(model._proof.line)
 
@@ -181,39 +170,36 @@ def test_divided_layers_and_stages_are_compared_with_their_random_numbers(
         assert ": equal to plain PyTorch in steps 1 and 2: gradients within " in line
 
 
-def a_divided_fault(ctx: Any, kind: str) -> str:
-    split = PipelineParallel._split
+def divided_faults(ctx: Any) -> dict[str, str]:
+    split, found = PipelineParallel._split, {}
     wrong: dict[str, Any] = {
         "width": patch.object(operators._G, "forward", staticmethod(lambda ctx, group, y: y.clone())),
         "pipeline": patch.object(PipelineParallel, "_split", lambda *given: split(*given)[:1] * 2),
     }
-    with wrong[kind], pytest.raises(mk.errors.NotSerial) as e:
-        steps_of_a_gpt(ctx, kind)
-    return str(e.value)
+    for kind, fault in wrong.items():
+        with fault, pytest.raises(mk.errors.NotSerial) as e:
+            steps_of_a_gpt(ctx, kind)
+        found[kind] = str(e.value)
+    return found
 
 
 def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -> None:
-    for kind in ("width", "pipeline"):
-        one, other = clusters(2).run(a_divided_fault, kind)
-        assert one == other and "forward is" in one, (kind, one)
+    one, other = clusters(2).run(divided_faults)
+    assert one == other and all("forward is" in said for said in one.values()), one
 
 
-# ---------------------------------------------------------------- what is given
-
-
-def with_other_models(ctx: Any, kind: str) -> str:
-    module = nn.Linear(4, 3 + (ctx.rank if kind == "size" else 0))
-    module.train(kind != "mode" or ctx.rank == 0)
-    with pytest.raises(ValueError, match="the ranks have different models") as e:
-        proved(lambda module: module, module)
-    return str(e.value)
+def with_other_models(ctx: Any) -> list[str]:
+    found = []
+    for kind in ("size", "mode"):
+        module = nn.Linear(4, 3 + (ctx.rank if kind == "size" else 0))
+        module.train(kind != "mode" or ctx.rank == 0)
+        with pytest.raises(ValueError, match="the ranks have different models") as e:
+            proved(lambda module: module, module)
+        found.append(str(e.value))
+    return found
 
 
 def test_ranks_with_different_models_are_told_so(clusters: Clusters) -> None:
-    first, _ = clusters(2).run(with_other_models, "size")
-    assert (
-        "weight is [4, 4] in torch.float32, trained, on rank 1, and [3, 4] in torch.float32, trained, on"
-        in first
-    )
-    first, _ = clusters(2).run(with_other_models, "mode")
-    assert "the model is in evaluation mode on rank 1, and in training mode on rank 0" in first
+    (size, mode), _ = clusters(2).run(with_other_models)
+    assert "weight is [4, 4] in torch.float32, trained, on rank 1, and [3, 4] in torch.float32" in size
+    assert "the model is in evaluation mode on rank 1, and in training mode on rank 0" in mode

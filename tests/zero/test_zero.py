@@ -1,7 +1,5 @@
 """ZeRO equals serial training, holds what the paper's formulas say, to the byte, and sends what they say."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -20,9 +18,6 @@ from tests.serial import Train, check_equal
 
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-3)
-
-
-# ---------------------------------------------------------------- parameters without a gradient
 
 
 class Spare(nn.Module):
@@ -119,9 +114,6 @@ def test_parameters_that_one_replica_uses(train: Train) -> None:
         check_equal(train, model, data, plan, loss=Poisons(), optimizer=adam, steps=4)
 
 
-# ---------------------------------------------------------------- offload
-
-
 @pytest.mark.parametrize(("zero", "offload"), [(2, "optimizer"), (3, "params")])
 def test_offload_copies_over_the_host_link(train: Train, zero: int, offload: str) -> None:
     torch.manual_seed(11)
@@ -149,9 +141,6 @@ def test_offload_copies_over_the_host_link(train: Train, zero: int, offload: str
     assert took == pytest.approx(n * (uses + 1) * share / machine.device.host, rel=1e-6)
 
 
-# ---------------------------------------------------------------- overflow
-
-
 @pytest.mark.parametrize("zero", [0, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     train: Train, zero: int, capfd: pytest.CaptureFixture[str]
@@ -174,9 +163,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         torch.testing.assert_close(value, without.state_dict()[name], rtol=1e-2, atol=1e-3)
 
 
-# ---------------------------------------------------------------- weights that layers share
-
-
 def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train: Train) -> None:
     class Peek(nn.Module):
         def __init__(self, other: nn.Linear) -> None:
@@ -191,9 +177,6 @@ def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train
     data = [(torch.randn(4, 3), torch.randn(4, 3))]
     with pytest.raises(mk.RankFailed, match=r"of a parameter of shape \[3, 3\] that is sharded"):
         train(model, data, mk.Plan.zero(3, 2), loss=F.mse_loss, optimizer=sgd)
-
-
-# ---------------------------------------------------------------- what is pending
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -1,12 +1,12 @@
 """Small random models of transformers' architectures: nothing is downloaded, and each has a few thousand weights.
 
-A decoder's settings are Llama's names; `ARCHITECTURES` says what differs. Dropout is 0 in all of them.
+architectures.toml has their settings. Dropout is 0 in all of them.
 """
 
-from __future__ import annotations
-
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,170 +42,38 @@ class Architecture:
     division: bool = True
 
 
-TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-LLAMA = TOKENS | {
-    "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": HEADS,
-    "num_key_value_heads": 2, "max_position_embeddings": 2 * LENGTH,
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SHARED: dict[str, dict[str, Any]] = TABLE.pop("shared")
+BEGINS: dict[str, tuple[str, ...]] = {
+    "ForCausalLM": ("tokens", "sizes", "llama"), "ForMaskedLM": ("tokens", "sizes", "bert"),
+    "ForConditionalGeneration": ("tokens", "seq2seq"), "ForImageClassification": ("sizes", "pixels", "classes"),
+    "ForSequenceClassification": ("tokens", "sizes", "bert"), "Model": (),
 }  # fmt: skip
-BERT = TOKENS | {
-    "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": HEADS,
-    "max_position_embeddings": 2 * LENGTH + 2,
-}  # fmt: skip
-SEQ2SEQ = TOKENS | {
-    "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 2 * WIDTH, "decoder_ffn_dim": 2 * WIDTH,
-    "max_position_embeddings": 2 * LENGTH, "decoder_start_token_id": 0,
-}  # fmt: skip
-PICTURES = {
-    "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": HEADS,
-    "image_size": 16, "patch_size": 4, "num_labels": CLASSES,
-}  # fmt: skip
-CLIP = {
-    "text_config": BERT | {"projection_dim": 16},
-    "vision_config": {k: v for k, v in PICTURES.items() if k != "num_labels"} | {"projection_dim": 16},
-    "projection_dim": 16,
-}
-SEGFORMER = {
-    "num_encoder_blocks": 2, "depths": [2, 2], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [3, 3],
-    "strides": [2, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "decoder_hidden_size": 16,
-    "num_labels": CLASSES,
-}  # fmt: skip
-HEAD_DIM = {"head_dim": WIDTH // HEADS}
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+"""By the ending of a class: the shared settings that its rows begin with, where they name no others."""
 
 
-def _decoder(name: str, kind: str, settings: dict[str, Any] | None = None, **more: Any) -> Architecture:
-    """A decoder with Llama's settings, or with these alone."""
-    return Architecture(
-        name,
-        f"{kind}ForCausalLM",
-        f"{kind}Config",
-        "words",
-        (LLAMA if settings is None else settings) | more,
-        True,
-    )
+def _shared(*names: str) -> dict[str, Any]:
+    return {name: value for each in names for name, value in SHARED[each].items()}
 
 
-def _encoder(name: str, kind: str, **more: Any) -> Architecture:
-    return Architecture(name, f"{kind}ForMaskedLM", f"{kind}Config", "words", BERT | more)
+def _architecture(name: str, ending: str, task: str, row: dict[str, Any]) -> Architecture:
+    kind, begins = row.pop("of"), row.pop("begins", BEGINS[ending])
+    model, config = row.pop("model", kind + ending), row.pop("config", f"{kind}Config")
+    task, division = row.pop("task", task), row.pop("division", True)
+    settings = _shared(*begins, *row.pop("more", ())) | dict.fromkeys(row.pop("without", ())) | row
+    if kind == "CLIP":
+        parts = {"text_config": ("tokens", "sizes", "bert"), "vision_config": ("sizes", "pixels")}
+        settings = {part: _shared(*names) | {"projection_dim": 16} for part, names in parts.items()}
+        settings["projection_dim"] = 16
+    return Architecture(name, model, config, task, settings, ending == "ForCausalLM", division)
 
 
-def _seq2seq(name: str, kind: str, settings: dict[str, Any], **more: Any) -> Architecture:
-    return Architecture(name, f"{kind}ForConditionalGeneration", f"{kind}Config", "pairs", settings | more)
-
-
-def _pictures(name: str, kind: str, *, division: bool = True, **settings: Any) -> Architecture:
-    return Architecture(
-        name, f"{kind}ForImageClassification", f"{kind}Config", "pictures", settings, division=division
-    )
-
-
-GPT2 = TOKENS | {"n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "n_positions": 2 * LENGTH}
-
-# fmt: off
-ARCHITECTURES: tuple[Architecture, ...] = (
-    # ---- decoders
-    Architecture("gpt2", "GPT2LMHeadModel", "GPT2Config", "words", GPT2, True),
-    _decoder("gpt_neox", "GPTNeoX"),
-    _decoder("opt", "OPT", ffn_dim=2 * WIDTH, word_embed_proj_dim=WIDTH),
-    _decoder("bloom", "Bloom", TOKENS, hidden_size=WIDTH, n_layer=4, n_head=HEADS),
-    _decoder("llama", "Llama"),
-    _decoder("mistral", "Mistral", **HEAD_DIM),
-    _decoder("qwen2", "Qwen2"),
-    _decoder("qwen3", "Qwen3", **HEAD_DIM),
-    _decoder("gemma", "Gemma", **HEAD_DIM),
-    _decoder("gemma2", "Gemma2", **HEAD_DIM),
-    Architecture("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", "words", LLAMA | HEAD_DIM, True),
-    _decoder("phi", "Phi"),
-    _decoder("phi3", "Phi3"),
-    _decoder("falcon", "Falcon", new_decoder_architecture=True, num_kv_heads=2),
-    _decoder("mpt", "Mpt", TOKENS, d_model=WIDTH, n_heads=HEADS, n_layers=4, max_seq_len=2 * LENGTH),
-    _decoder("gptj", "GPTJ", GPT2, rotary_dim=4),
-    _decoder("gpt_neo", "GPTNeo", LLAMA, num_layers=4, num_heads=HEADS, attention_types=[[["global", "local"], 2]]),
-    _decoder("olmo", "Olmo"),
-    _decoder("olmo2", "Olmo2"),
-    _decoder("granite", "Granite"),
-    _decoder("stablelm", "StableLm"),
-    _decoder("cohere", "Cohere"),
-    _decoder("smollm3", "SmolLM3"),
-    _decoder("starcoder2", "Starcoder2"),
-    _decoder("helium", "Helium", **HEAD_DIM),
-    _decoder("glm", "Glm", **HEAD_DIM),
-    _decoder("nemotron", "Nemotron"),
-    _decoder("exaone4", "Exaone4", **HEAD_DIM),
-    # ---- what else a forward may give back
-    replace(_decoder("llama+states", "Llama", output_hidden_states=True), task="states"),
-    _decoder("qwen2+attentions", "Qwen2", output_attentions=True, attn_implementation="eager"),
-    # ---- mixtures of experts
-    _decoder("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    _decoder("qwen3_moe", "Qwen3Moe", num_experts=4, **HEAD_DIM, **MOE),
-    _decoder("qwen2_moe", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=WIDTH, **MOE),
-    _decoder("granite_moe", "GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
-    _decoder("olmoe", "Olmoe", num_experts=4, num_experts_per_tok=2),
-    _decoder("gpt_oss", "GptOss", num_local_experts=4, num_experts_per_tok=2, **HEAD_DIM),
-    _decoder(
-        "deepseek_v3", "DeepseekV3", n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
-        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, **MOE
-        | {"num_key_value_heads": HEADS},
-    ),
-    # ---- no attention
-    _decoder("mamba", "Mamba", TOKENS, hidden_size=WIDTH, num_hidden_layers=4, state_size=4),
-    _decoder(
-        "mamba2", "Mamba2", TOKENS, hidden_size=WIDTH, num_hidden_layers=4, state_size=4, num_heads=8,
-        head_dim=8, n_groups=1, chunk_size=4,
-    ),
-    _decoder(
-        "rwkv", "Rwkv", TOKENS, hidden_size=WIDTH, attention_hidden_size=WIDTH, num_hidden_layers=4,
-        context_length=2 * LENGTH,
-    ),
-    # ---- encoders
-    _encoder("bert", "Bert"),
-    _encoder("roberta", "Roberta"),
-    _encoder("deberta_v2", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"]),
-    _encoder("distilbert", "DistilBert", dim=WIDTH, hidden_dim=2 * WIDTH, n_layers=4, n_heads=HEADS),
-    _encoder("electra", "Electra", embedding_size=WIDTH),
-    _encoder("albert", "Albert", embedding_size=16),
-    _encoder("modernbert", "ModernBert", global_attn_every_n_layers=2, local_attention=4),
-    # ---- encoders and decoders
-    _seq2seq(
-        "t5", "T5", TOKENS, d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=2, num_heads=HEADS,
-        decoder_start_token_id=0,
-    ),
-    _seq2seq("bart", "Bart", SEQ2SEQ),
-    _seq2seq("pegasus", "Pegasus", SEQ2SEQ),
-    Architecture(
-        "whisper", "WhisperForConditionalGeneration", "WhisperConfig", "speech", SEQ2SEQ | {"num_mel_bins": 8,
-        "max_source_positions": LENGTH, "max_target_positions": 2 * LENGTH, "suppress_tokens": None,
-        "begin_suppress_tokens": None},
-    ),
-    # ---- pictures and sound
-    _pictures("vit", "ViT", **PICTURES),
-    _pictures("deit", "DeiT", **PICTURES),
-    _pictures(
-        "swin", "Swin", image_size=16, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
-        window_size=4, num_labels=CLASSES,
-    ),
-    _pictures("dinov2", "Dinov2", **PICTURES),
-    _pictures(
-        "convnext", "ConvNext", division=False, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2,
-        num_labels=CLASSES, image_size=16,
-    ),
-    _pictures(
-        "resnet", "ResNet", division=False, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-        num_labels=CLASSES,
-    ),
-    _pictures("segformer", "Segformer", **SEGFORMER),
-    Architecture("segformer+masks", "SegformerForSemanticSegmentation", "SegformerConfig", "masks", SEGFORMER),
-    Architecture(
-        "wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", "sound", BERT | {"conv_dim": (16,
-        16), "conv_kernel": (4, 4), "conv_stride": (2, 2), "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_labels": CLASSES,
-        "apply_spec_augment": False, "mask_time_prob": 0.0, "classifier_proj_size": 16},
-    ),
-    Architecture("clip", "CLIPModel", "CLIPConfig", "captions", CLIP),
-    Architecture("clip+whole", "CLIPModel", "CLIPConfig", "captions+whole", CLIP),
+ARCHITECTURES = tuple(
+    _architecture(name, ending, task, row)
+    for ending, tasks in TABLE.items()
+    for task, rows in tasks.items()
+    for name, row in rows.items()
 )
-# fmt: on
 
 
 def build(architecture: Architecture) -> nn.Module:
@@ -280,13 +148,9 @@ def batch_of(task: str, size: int = BATCH) -> Batch:
 def loss_of(task: str) -> Callable[[Any, Any], Any]:
     """The loss, a mean over samples but for captions, each of which is compared with all."""
     return {
-        "pictures": _of_classes,
-        "masks": _of_classes,
-        "sound": _of_classes,
-        "states": _of_states,
-        "captions": _of_captions,
-        "captions+whole": mk.whole_batch_loss(_of_embeddings),
-    }.get(task, _of_words)
+        "pictures": _of_classes, "masks": _of_classes, "sound": _of_classes, "states": _of_states,
+        "captions": _of_captions, "captions+whole": mk.whole_batch_loss(_of_embeddings),
+    }.get(task, _of_words)  # fmt: skip
 
 
 def _of_words(output: Any, targets: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ is equal to 1e-8; to 1e-6, where plain PyTorch differs from itself by more than 
 since parts of the model compute in float32; or it is rejected before a rank starts. `LEAST` says how many are equal.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
