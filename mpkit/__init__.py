@@ -4,8 +4,6 @@ The public names are listed in `__init__.pyi`, once, for type checkers and for t
 first used, so that `import mpkit` is cheap.
 """
 
-from __future__ import annotations
-
 import atexit
 from functools import cache
 from importlib import import_module

@@ -22,9 +22,9 @@ from mpkit.prediction.cost_model.estimate import estimate as estimate
 from mpkit.prediction.cost_model.estimate import fits as fits
 from mpkit.prediction.cost_model.preset import calibrate as calibrate
 from mpkit.prediction.dry_run import trace_fake as trace_fake
-from mpkit.prediction.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
+from mpkit.prediction.experiments.by_strategy import memory_by_strategy as memory_by_strategy
+from mpkit.prediction.experiments.by_strategy import scaling as scaling
 from mpkit.prediction.experiments.profile import profile as profile
-from mpkit.prediction.experiments.scaling import scaling as scaling
 from mpkit.prediction.schedule_search import search_schedule as search_schedule
 from mpkit.strategies import tensor as tensor
 from mpkit.strategies.data.batches import Batches as Batches

@@ -4,8 +4,6 @@ A `ValueError` is a mistake in a call, found before anything started. The classe
 wrong while ranks run, or with a file that they left; and there is one warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

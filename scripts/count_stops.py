@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.launch.process.fork_server_client import ForkServerClient
-from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.launch.process.fork_server import ForkServerClient
+from mpkit.strategies.job.job import ResolvedPlan
 from mpkit.strategies.prepare.checks import CHECKS, find_rejection
 from mpkit.strategies.prepare.prepare import prepare
 

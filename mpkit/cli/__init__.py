@@ -1,7 +1,5 @@
 """The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands, in `commands.toml`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

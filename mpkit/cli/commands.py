@@ -3,8 +3,6 @@
 Each imports what it needs when it is called, so that `mpkit --help` is quick.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -6,8 +6,6 @@ compare    a table
 keep       the interactive timelines in one HTML file
 """
 
-from __future__ import annotations
-
 import time
 import tomllib
 from dataclasses import dataclass, field
@@ -175,9 +173,8 @@ class Demo:
             ]
         self.console.print()
         self.console.print(self.table(outcomes))
-        proofs = {
-            note for outcome in outcomes for note in proof_notes(outcome.timeline.meta)
-        }  # the table has them
+        # The table has them.
+        proofs = {note for outcome in outcomes for note in proof_notes(outcome.timeline.meta)}
         notes = dict.fromkeys(note for each in outcomes for note in each.timeline.notes if note not in proofs)
         for sentence in [*self._explain(outcomes), *notes]:
             self.console.print(f"[dim]{sentence}[/dim]", highlight=False)

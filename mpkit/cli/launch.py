@@ -4,8 +4,6 @@ It prints, and starts nothing. torchrun, sbatch with srun, accelerate and deepsp
 `launch.toml` has the commands.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """The command line's commands, which `commands.toml` lists, their pages of help and their errors: one form for all."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tomllib

@@ -25,8 +25,6 @@ Budgets are checked once all results of a case are right. A measure is a functio
 What the first cell of every exercise notebook imports (`mpkit.course.framework.source.IMPORTS`) is here too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

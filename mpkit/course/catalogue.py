@@ -4,8 +4,6 @@ A family is a package. Its docstring is the beginning of the notebook: a title, 
 `# %% given` is used by all of its exercises.
 """
 
-from __future__ import annotations
-
 import difflib
 import pkgutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """mk.check and mk.progress, the functions that students call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpkit.common.tracebacks import public

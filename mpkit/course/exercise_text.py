@@ -31,8 +31,6 @@ A wrong answer is a `diff` of the solution, or a whole answer in a block of `pyt
 blank or a minus stand in the solution, together and once; the line `@@` separates several places.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -154,9 +152,8 @@ def _apply(diff: str, solution: str, where: str) -> str:
     lines = solution.rstrip("\n").split("\n")
     edits = []
     for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
-        changes = [
-            line or " " for line in hunk.rstrip("\n").split("\n")
-        ]  # editors take blanks at a line's end away
+        # Editors take blanks at a line's end away.
+        changes = [line or " " for line in hunk.rstrip("\n").split("\n")]
         old = [line[1:] for line in changes if line[0] != "+"]
         places = [i for i in range(len(lines)) if old and lines[i : i + len(old)] == old]
         if any(line[0] not in " -+" for line in changes) or len(places) != 1:

@@ -9,8 +9,6 @@ the repository has the students' notebooks, and `mpkit exercises` writes all. Ea
 to the exercises that it prepares for.
 """
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from collections.abc import Iterator

@@ -128,9 +128,8 @@ class Questions(Exercise):
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Check the values question by question, all of them."""
-        given = room.play(
-            _value, answer, Case(1)
-        )  # before anything that it could look for is on this machine
+        # Before anything that it could look for is on this machine.
+        given = room.play(_value, answer, Case(1))
         truth = self.truth(room)
         seen = replace(given, expected=[dict(truth)])
         values = seen.got[0] if seen.got is not None else None

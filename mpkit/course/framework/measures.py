@@ -12,8 +12,6 @@ leaving the work to one rank. Limits leave room for other styles of the same str
 sharper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@ Everything is made from a case's seed, in float64, so it is the same in every pr
     train      train on one device
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise

@@ -9,8 +9,6 @@
 Packed answers are written to OUT at once, so that they stay whatever a later cell does to this process.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys
@@ -40,11 +38,12 @@ def main(cells: str, out: str, memory: str, *exercises: str) -> None:
     # ---- run
     sources = json.loads(Path(cells).read_text(encoding="utf-8"))
     shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    # Answers are judged later, elsewhere; here is no solution.
     for asked in (
         "check",
         "beside_serial",
         "progress",
-    ):  # answers are judged later, elsewhere; here is no solution
+    ):
         setattr(mpkit, asked, lambda *_, **__: None)
     Path(out, STARTED).touch()
     wanted: dict[str, ast.expr] = {

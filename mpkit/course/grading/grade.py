@@ -6,8 +6,6 @@ grade      run and judge the others, one after the other; while one is judged, t
 report     write each row as soon as it is known
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Such a test runs in the student's own kernel, where `mk` and `mk.check` may be t
 imported anew by name, and the verdict comes from a process that has never run the student's code (`judge_process`).
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import shutil

@@ -12,8 +12,6 @@ The token is a secret of these two. The process closes its memory and pipes to o
 own enclosure (`ranks_apart`), and it writes a verdict when everything that the answer has started is ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import linecache

@@ -5,8 +5,6 @@ No two students share a row or a page: unless a name is a file's name by itself,
 digest.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

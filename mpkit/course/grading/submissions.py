@@ -11,8 +11,6 @@ Nothing in a notebook can stop the grader. It may be a pipe, be endless, be no J
 levels deep, or have code that cannot be parsed: whatever it is, it affects its own grade only.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

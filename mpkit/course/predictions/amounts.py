@@ -5,8 +5,6 @@ bytes     kB, MB, GB, TB are powers of ten, KiB, MiB, GiB, TiB powers of two
 ""        a plain number
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -15,8 +15,6 @@ what an outer one forbids, an inner one cannot allow. Root gives up its rights.
 This script imports nothing from mpkit: it is run by its path, before any code of a notebook.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -155,9 +153,8 @@ def _first_process(command: list[str]) -> int:
 def _landlock(folder: str, hidden: list[str]) -> None:
     """Allow this process and its children to write below the folder only, and to reach each other only."""
     version = _call("syscall", _LANDLOCK, None, ctypes.c_size_t(0), 1)
-    writes = sum(
-        1 << bit for bit in (1, *range(4, 13))
-    )  # write, remove and make files, folders, links, devices
+    # Write, remove and make files, folders, links, devices.
+    writes = sum(1 << bit for bit in (1, *range(4, 13)))
     writes |= (1 << 13 if version >= 2 else 0) | (1 << 14 if version >= 3 else 0)  # refer, truncate
     reads = _READ_FILE if hidden else 0
     rules = struct.pack("=QQQ", writes | reads, 0, 0b11)[: 24 if version >= 6 else 16 if version >= 4 else 8]

@@ -10,8 +10,6 @@
 Linux says how long a process has queued (`/proc/PID/schedstat`). Where nobody says so, this is the wall clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ watch    check ten times per second its time, its memory and its number of proce
 sweep    end all of its processes, and the orphans among them, which this process adopts (as a subreaper, on Linux)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

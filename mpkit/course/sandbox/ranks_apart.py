@@ -8,8 +8,6 @@ An answer runs on ranks as the same user as its judge. So these, and the helper 
     leave nobody behind    whatever they started is ended before the verdict is written
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil
@@ -21,7 +19,7 @@ from typing import Any
 import psutil
 
 from mpkit.course.sandbox.guard import enclose_command, list_descendants
-from mpkit.launch.process.fork_server_client import ForkServerClient
+from mpkit.launch.process.fork_server import ForkServerClient
 from mpkit.launch.session.cluster import Cluster
 
 ENDED = 2**30

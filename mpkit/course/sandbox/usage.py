@@ -7,8 +7,6 @@ What the rank's other threads do counts too. Of a function counts what happens w
 exercise does before and after them; of a class, all of it.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

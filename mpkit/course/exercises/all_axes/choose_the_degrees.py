@@ -1,7 +1,5 @@
 """Choose the degrees."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

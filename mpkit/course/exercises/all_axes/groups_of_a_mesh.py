@@ -1,7 +1,5 @@
 """Groups of a mesh."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

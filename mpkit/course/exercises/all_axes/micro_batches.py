@@ -1,7 +1,5 @@
 """Micro-batch × micro-batches × dp = batch."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.framework.serial import mlp
 from mpkit.plan.mesh import Mesh

@@ -1,7 +1,5 @@
 """ZeRO-1 with a pipeline."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.framework.serial import adam
 from mpkit.course.framework.serial import model as network

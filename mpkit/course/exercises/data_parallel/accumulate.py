@@ -1,7 +1,5 @@
 """Accumulate without sync."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

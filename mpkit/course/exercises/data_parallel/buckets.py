@@ -1,7 +1,5 @@
 """Buckets."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

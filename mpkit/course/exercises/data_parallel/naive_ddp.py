@@ -1,7 +1,5 @@
 """Naive DDP."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Overlapped with the backward."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

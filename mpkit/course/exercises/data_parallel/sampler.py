@@ -1,7 +1,5 @@
 """A sampler whose shards differ."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """The five exchanges of DP."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

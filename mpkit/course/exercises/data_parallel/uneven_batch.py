@@ -1,7 +1,5 @@
 """An uneven last batch, weighted right."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

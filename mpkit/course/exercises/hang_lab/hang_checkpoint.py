@@ -1,7 +1,5 @@
 """Hang: the checkpoint."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

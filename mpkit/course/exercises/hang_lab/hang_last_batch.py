@@ -1,7 +1,5 @@
 """Hang: the last batch."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 Batch = tuple[Tensor, Tensor]

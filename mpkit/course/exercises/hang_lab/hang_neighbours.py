@@ -1,7 +1,5 @@
 """Hang: neighbours."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Hang: pairs."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Benchmark a link."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 # %% given

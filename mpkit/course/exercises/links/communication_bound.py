@@ -1,7 +1,5 @@
 """From how many tokens on a link is fast enough."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 # %% given

@@ -1,7 +1,5 @@
 """A hierarchical all-reduce."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

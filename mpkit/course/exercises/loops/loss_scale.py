@@ -1,7 +1,5 @@
 """A dynamic loss scale by hand."""
 
-from __future__ import annotations
-
 import math
 
 from mpkit.course.author import *

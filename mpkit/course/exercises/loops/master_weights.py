@@ -1,7 +1,5 @@
 """Mixed precision by hand: fp32 master weights."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Balance uneven layers."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Beat 1F1B under a memory cap."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 # %% answer

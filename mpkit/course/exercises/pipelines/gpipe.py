@@ -1,7 +1,5 @@
 """GPipe."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Interleaved 1F1B."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.pipelines import one_by_one
 

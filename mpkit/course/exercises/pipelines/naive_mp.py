@@ -1,7 +1,5 @@
 """Naive model parallelism."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.framework.serial import mlp
 

@@ -1,7 +1,5 @@
 """1F1B."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Recompute."""
 
-from __future__ import annotations
-
 import weakref
 
 from mpkit.course.author import *

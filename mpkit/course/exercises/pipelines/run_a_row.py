@@ -1,7 +1,5 @@
 """Run a row of actions: GPipe and 1F1B on ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mpkit.course.author import *

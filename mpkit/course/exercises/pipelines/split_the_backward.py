@@ -1,7 +1,5 @@
 """Split the backward: ZB-H1."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Tied embeddings."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.framework.serial import mlp
 

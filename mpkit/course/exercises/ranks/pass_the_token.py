@@ -1,7 +1,5 @@
 """Pass a token round a ring."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """A faster link."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mpkit.course.author import *

@@ -1,7 +1,5 @@
 """Double the micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mpkit.course.author import *

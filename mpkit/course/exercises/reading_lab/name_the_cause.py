@@ -1,7 +1,5 @@
 """Name the cause."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mpkit.course.author import *

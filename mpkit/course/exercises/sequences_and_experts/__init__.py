@@ -8,8 +8,6 @@ Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infini
 "DeepSpeed Ulysses", 2023; Lepikhin et al., "GShard", ICLR 2021; Fedus et al., "Switch Transformers", JMLR 2022.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A mixture of experts."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.sequences_and_experts import exchange
 from mpkit.course.framework.serial import fill

@@ -1,7 +1,5 @@
 """Packed documents: right, and balanced."""
 
-from __future__ import annotations
-
 import random
 
 from mpkit.course.author import *

@@ -1,7 +1,5 @@
 """Ring attention."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

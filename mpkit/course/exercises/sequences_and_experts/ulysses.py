@@ -1,7 +1,5 @@
 """Ulysses: all-to-all between sequence and heads."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.sequences_and_experts import exchange
 

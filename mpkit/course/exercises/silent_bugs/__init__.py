@@ -6,8 +6,6 @@ That is what `mk.beside_serial` does: losses and weights, step by step. At which
 part first? That tells where to look.
 """
 
-from __future__ import annotations
-
 __all__ = ["PLACE", "TITLE"]
 
 TITLE = "Silent-bug lab"

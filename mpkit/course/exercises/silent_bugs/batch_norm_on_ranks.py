@@ -1,7 +1,5 @@
 """Silent bug 4: batch norm on ranks."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Silent bug 1: a data-parallel loop."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Silent bug 3: dropout in a tensor-parallel group."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Silent bug 2: the loader."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

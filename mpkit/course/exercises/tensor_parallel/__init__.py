@@ -7,8 +7,6 @@ Sources: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

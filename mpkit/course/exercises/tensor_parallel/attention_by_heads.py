@@ -1,7 +1,5 @@
 """Attention by heads."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import gradients, operator
 

@@ -1,7 +1,5 @@
 """Cut a matrix by columns."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import operator
 

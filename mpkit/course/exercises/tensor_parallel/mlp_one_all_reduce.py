@@ -1,7 +1,5 @@
 """The MLP with one all-reduce."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import gradients, operator
 

@@ -1,7 +1,5 @@
 """Cross-entropy with a divided vocabulary."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import operator
 

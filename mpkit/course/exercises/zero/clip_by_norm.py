@@ -1,7 +1,5 @@
 """Clip by the true global norm."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 
 

@@ -1,7 +1,5 @@
 """Offload: keep the optimizer on the host."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat, shard_bytes, shares, unflat, weights_of_adam
 

@@ -1,7 +1,5 @@
 """Prefetch the next layer."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import square_layers
 

@@ -1,7 +1,5 @@
 """Reshard a checkpoint."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat
 

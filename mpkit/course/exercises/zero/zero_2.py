@@ -1,7 +1,5 @@
 """ZeRO-2: shard the gradients as well."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat, shares, unflat, weights_of_adam
 

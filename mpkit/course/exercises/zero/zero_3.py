@@ -1,7 +1,5 @@
 """ZeRO-3: shard the parameters."""
 
-from __future__ import annotations
-
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import square_layers
 

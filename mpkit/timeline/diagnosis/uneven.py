@@ -1,25 +1,33 @@
-"""Stragglers: a rank, or ranks together, that take longer than those that do the same, or come later to what all do.
+"""Unequal ranks: stragglers; stages of unlike size; and a bubble of the schedule that more micro-batches would shrink.
 
-pool    ranks that run the same stages; where stages differ, also all ranks, by what they would take for equal FLOPs
-spent   each rank's seconds on operations (slow), on gaps that its host leaves (host), before it is in the step (start)
-late    the ranks of a pool beyond the largest difference between two of them: a rank, a node, a half of all; replayed
-        with what the median of the others spends
-
-Where several ranks are late none of them comes last, and without one of them the step is as long as before.
+straggler   ranks that take longer than those that do the same, or come later to what all do
+            pool     ranks that run the same stages; where stages differ, also all ranks, by what they would take for
+                     equal FLOPs
+            spent    each rank's seconds on operations (slow), on gaps that its host leaves (host), before it is in the
+                     step (start)
+            late     those beyond the largest difference between two of the pool: a rank, a node, a half of all. The
+                     step is played again with what the median of the others spends for all of them: if several are
+                     late none of them comes last, and without one of them the step is as long as before
+imbalance   the step played again with each stage's actions as long as the mean of all stages; where FLOPs are known,
+            with equal FLOPs at each rank's own pace, so that a slow rank is no large stage
+bubble      the schedule played with equal stages, with as many micro-batches and with more
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.units import percent, seconds
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B, bubble_in_theory
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
 from mpkit.timeline.findings import Finding
+from mpkit.timeline.metrics import stage_times
+from mpkit.timeline.simulation import simulate
 from mpkit.trace import Kind, Lane
 
 Array = npt.NDArray[Any]
@@ -35,27 +43,18 @@ SLOW, HOST, START = "slow", "host", "start"
 
 
 class Late(NamedTuple):
-    """Ranks that come late, for one reason.
-
-    Attributes:
-        ranks: which.
-        others: those beside which they are late.
-        cause: SLOW, HOST or START.
-        seconds: (ranks,) how much each spends on that.
-        usual: the median of the others.
-        nodes: the pieces of the step on which they do.
-    """
+    """Ranks that come late, for one reason."""
 
     ranks: tuple[int, ...]
-    others: tuple[int, ...]
-    cause: str
-    seconds: Array
-    usual: float
-    nodes: Array
+    others: tuple[int, ...]  # those that they are compared with
+    cause: str  # SLOW, HOST or START
+    seconds: Array  # (ranks,) that each spends on the cause
+    usual: float  # the median of the others' seconds
+    nodes: Array  # the pieces of the step on which they spend them
 
 
 def stragglers(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
-    """Return findings for ranks that are late, each rank in one: that which costs most."""
+    """Return findings for ranks that are late; each rank is in the one that costs most."""
     found, named = list[Finding](), set[int]()
     gains = [(evidence.gain(_on_time(evidence, each)), each) for each in _late_ranks(evidence)]
     for gain, late in sorted(gains, key=lambda each: -each[0]):
@@ -66,7 +65,7 @@ def stragglers(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
 
 
 def later_host_removed(evidence: Evidence) -> Array:
-    """Return (n,) durations in which no rank's host leaves longer gaps than its peers', which is a straggler's."""
+    """Return (n,) durations in which no rank's host leaves longer gaps than its peers'; those are a straggler's."""
     return _on_time(evidence, *(each for each in _late_ranks(evidence) if each.cause == HOST))
 
 
@@ -80,11 +79,11 @@ def _on_time(evidence: Evidence, *late: Late) -> Array:
     return np.asarray(graph.took * factor)
 
 
-# ---- who is late ------------------------------------------------------------------------------------------------
+# ---- who is late
 
 
 def _late_ranks(evidence: Evidence) -> list[Late]:
-    """Return those of each pool, by cause; a rank may be late for several."""
+    """Return the late ranks of each pool, by cause; a rank may be late for several causes."""
     graph, stages = evidence.graph, evidence.stages
     lane = np.where(graph.row >= 0, evidence.spans["lane"][graph.row], Lane.NONE)
     nodes_of = {
@@ -101,9 +100,9 @@ def _late_ranks(evidence: Evidence) -> list[Late]:
     if len(pools) > 1 and (paced := _work_by_pace(evidence)) is not None:
         everyone = [*range(graph.world_size)]
         tried += [(HOST, everyone, spent[HOST]), (SLOW, everyone, paced)]
-    found = []
+    found, least = [], WORTH * evidence.path.step_time
     for cause, pool, times in tried:
-        on_time, late = split_at_gap(times[pool], WORTH * evidence.path.step_time)
+        on_time, late = split_at_gap(times[pool], least)
         while len(late):  # of those that are left, some may be late by less
             ranks, others = (tuple(sorted(pool[place] for place in these)) for these in (late, on_time))
             own, usual = times[list(ranks)], float(np.median(times[list(others)]))
@@ -113,15 +112,15 @@ def _late_ranks(evidence: Evidence) -> list[Late]:
                 nodes = np.flatnonzero(nodes_of[cause] & np.isin(graph.rank, ranks))
                 found.append(Late(ranks, others, cause, own, usual, nodes))
             pool = list(others)
-            on_time, late = split_at_gap(times[pool], WORTH * evidence.path.step_time)
+            on_time, late = split_at_gap(times[pool], least)
     return found
 
 
 def split_at_gap(times: Array, least: float) -> tuple[Array, Array]:
-    """Return the places of the shorter times and of the longer ones; no longer ones where no gap is between them.
+    """Return the places of the shorter times and of the longer ones; no longer ones if no gap is between them.
 
-    The gap is the largest difference between two times that follow each other, is at least so long, and exceeds what
-    times differ on either side of it.
+    The gap is the largest difference between two times that follow each other, at least `least` and the spread of the
+    times on either side of it.
 
     >>> split_at_gap(np.array([1.0, 6.1, 1.2, 6.0]), 0.1)
     (array([0, 2]), array([3, 1]))
@@ -135,7 +134,7 @@ def split_at_gap(times: Array, least: float) -> tuple[Array, Array]:
 
 
 def _work_by_pace(evidence: Evidence) -> Array | None:
-    """Return (ranks,) seconds that each rank would work if all had the mean FLOPs; None where not all are known."""
+    """Return (ranks,) seconds that each rank would work if all had the mean FLOPs; None if not all are known."""
     work, ranks = evidence.work, evidence.graph.world_size
     staged = work.stage >= 0
     flops = np.bincount(work.rank[staged], work.flops[staged], minlength=ranks)
@@ -144,11 +143,11 @@ def _work_by_pace(evidence: Evidence) -> Array | None:
     return np.bincount(work.rank[staged], work.took[staged], minlength=ranks) / flops * float(flops.mean())
 
 
-# ---- in words ---------------------------------------------------------------------------------------------------
+# ---- in words
 
 
 def _findings(evidence: Evidence, late: Late, gain: float) -> list[Finding]:
-    """Return the finding for late ranks, which says of one rank what the others lose, and of several who is not."""
+    """Return the finding for late ranks: for one rank with what the others lose, for several with who is on time."""
     rank, own, several = late.ranks[0], float(late.seconds.mean()), len(late.ranks) > 1
     rows = np.unique(evidence.graph.row[late.nodes])
     rows = rows[rows >= 0]
@@ -186,3 +185,80 @@ def _was_busy(evidence: Evidence, late: Late) -> bool:
     own = own[own["step"] != evidence.step]
     busy = np.minimum(own["end"], begin + late.seconds.min()) - np.maximum(own["start"], begin)
     return bool(np.maximum(busy, 0.0).sum() > late.seconds.sum() / 2)
+
+
+UNEVEN = 1.1
+"""How many times the mean the largest stage must be; embeddings and heads alone make a few percent."""
+
+STAGED = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE)
+
+FILLED = 4
+"""Micro-batches per stage that are tried: with 4 p of them, 1F1B's bubble (p-1)/(m+p-1) is below 20 %."""
+
+
+def imbalance(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if some rank's stages take longer than the others'."""
+    work = evidence.work
+    staged = np.isin(work.kind, STAGED) & (work.stage >= 0)
+    if len(np.unique(work.stage[staged])) < 2:
+        return []
+    by_flops = bool((work.flops[staged] > 0).all())
+    size = work.flops if by_flops else work.took
+    factor = np.ones(len(work.row))
+    for kind in np.unique(work.kind[staged]).tolist():
+        of_kind = staged & (work.kind == kind)
+        stages = np.unique(work.stage[of_kind]).tolist()
+        means = {stage: float(size[of_kind & (work.stage == stage)].mean()) for stage in stages}
+        for stage, mean in means.items():
+            factor[of_kind & (work.stage == stage)] = np.mean(list(means.values())) / mean if mean else 1.0
+    there, rank_of = np.unique(work.rank[staged], return_inverse=True)
+    total, seconds_of = np.bincount(rank_of, size[staged]), np.bincount(rank_of, work.took[staged])
+    at, rows = int(np.argmax(total)), work.row[staged]
+    largest, over = int(there[at]), float(total[at] / total.mean())
+    if over < UNEVEN:
+        return []
+    stages = sorted(set(work.stage[staged & (work.rank == largest)].tolist()))
+    return evidence.findings(
+        "unbalanced stages", gain=evidence.gain_scaled(rows, factor[staged]), rows=rows, ranks=(largest,),
+        stages=f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}", over=f"{over:.2f}",
+        unit="FLOPs" if by_flops else "time", works=evidence.share(float(seconds_of[at])),
+        others=evidence.share(float(np.delete(seconds_of, at).mean())),
+    )  # fmt: skip
+
+
+def bubble(evidence: Evidence, before: Sequence[Finding]) -> list[Finding]:
+    """Return a finding if the schedule itself leaves ranks idle, and more micro-batches would not."""
+    plan = evidence.plan
+    if plan is None or plan.pp < 2 or not isinstance(plan.schedule, str):
+        return []
+    p, m, v = plan.pp, plan.microbatches, plan.virtual_stages
+    try:
+        theory = bubble_in_theory(plan.schedule, p, m, v, recompute=plan.recompute == "full")
+        times = stage_times(evidence.one)
+    # A schedule of somebody's own, of which no paper says more; a stage that is missing.
+    except (
+        KeyError,
+        ValueError,
+    ):
+        return []
+    batch = int(evidence.whole.meta.get("batch_size") or 0)
+    # A multiple of the present micro-batches, as many as the batch has samples for at most.
+    samples = batch // (plan.dp * m) if batch else FILLED * p
+    more = m * max(1, min(-(-FILLED * p // m), samples))
+    if more <= m:
+        return []
+    mean: dict[str, Any] = {name: float(np.mean(value)) for name, value in times.items()}
+    hop = mean.pop("hop")
+    shape = Plan(pp=p, schedule=plan.schedule, microbatches=m, virtual_stages=v, recompute=plan.recompute)
+    even = simulate(shape, **mean, hop=hop)
+    parts: dict[str, Any] = {name: value * m / more for name, value in mean.items()}
+    # One after the other, more would be no better.
+    schedule = ONE_F_ONE_B if plan.schedule == NAIVE else plan.schedule
+    then = simulate(replace(shape, schedule=schedule, microbatches=more), **parts, hop=hop).step_time
+    by_theory = "" if theory is None else f"{percent(float(theory))} by the theory of "
+    expects = f"{by_theory}{plan.schedule}"
+    return evidence.findings(
+        "schedule's bubble", gain=even.step_time - then, by="simulation", ranks=range(evidence.graph.world_size),
+        idle_share=percent(even.bubble), expects=expects, p=p, m=m, es="es" * (m > 1), more=more,
+        of=f" of {schedule}" * (schedule != plan.schedule), smaller=f"{more / m:g}",
+    )  # fmt: skip
