@@ -18,7 +18,7 @@ cloudpickle.register_pickle_by_value(tests)  # ranks import neither a test's mod
 # The same examples every time: what fails here fails there. No deadline: on two busy cores an example's time says
 # nothing. No shrinking: by launches it takes longer than a test may, and then the example is never shown.
 settings.register_profile(
-    "mpkit", max_examples=50, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate], print_blob=True,
+    "mpkit", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate], print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 # Other examples, more of them, for a search: pytest --hypothesis-profile=search
