@@ -112,13 +112,13 @@ def test_what_watch_can_be(clusters: Clusters) -> None:
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)))
 optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
 for step in range(2):
     model(torch.ones(4, 8)).mean().backward()
     optimizer.step()
-print("learning rate", sys.argv[1:], "local rank", os.environ["LOCAL_RANK"])
+print("learning rate", sys.argv[1:], "local rank", os.environ["LOCAL_RANK"], "of", os.environ["LOCAL_WORLD_SIZE"])
 dist.destroy_process_group()
 dist.init_process_group()
 assert dist.get_world_size() == 2
@@ -133,7 +133,7 @@ def test_an_unchanged_script_is_watched(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "[rank 1] learning rate ['--lr', '0.1'] local rank 1" in done.stdout
+    assert "[rank 1] learning rate ['--lr', '0.1'] local rank 1 of 2" in done.stdout
     assert "step 1 (2 steps in all)" in done.stdout
     assert (tmp_path / "run.html").exists()
     trace = Trace.load(tmp_path / "run.trace")

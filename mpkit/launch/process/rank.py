@@ -318,8 +318,8 @@ def as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     """
     return {
         "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "ROLE_RANK": f"{rank}",
-        "WORLD_size": f"{ranks}", "LOCAL_WORLD_size": f"{ranks}", "ROLE_WORLD_size": f"{ranks}",
-        "GROUP_RANK": "0", "GROUP_WORLD_size": "1", "NODE_RANK": "0", "ROLE_NAME": "default",
+        "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "ROLE_WORLD_SIZE": f"{ranks}",
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "NODE_RANK": "0", "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
         "TORCHELASTIC_RUN_ID": f"{OWN}{os.getppid()}", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -369,5 +369,5 @@ def _check_group(asked: str | None, as_rank: int, of: int, rank: int, ranks: int
     if as_rank not in (-1, rank) or of not in (-1, ranks):
         raise ValueError(
             f"init_process_group(rank={as_rank}, world_size={of}): this is rank {rank} of {ranks}; leave both out, or "
-            'write rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_size"])'
+            'write rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])'
         )
