@@ -212,7 +212,7 @@ CLASS_WEIGHT = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
 
 def one_hot(targets: Tensor, like: Tensor) -> Tensor:
     """Return [batch, CLASSES] of 0 and 1, in the dtype of outputs; a masked target's row is 0."""
-    return (targets[:, None] == torch.arange(CLASSES)).to(like)
+    return (targets[:, None] == torch.arange(CLASSES, device=targets.device)).to(like)
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def _masked_mean(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs), device=outputs.device))
 
 
 LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Any]]] = {
@@ -242,7 +242,7 @@ LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Any]]] = {
     "nn.CrossEntropyLoss": lambda: nn.CrossEntropyLoss(),
     "smoothed": lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
     "class weights": lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHT),
-    "class weights in a lambda": lambda: lambda o, t: F.cross_entropy(o, t, weight=CLASS_WEIGHT),
+    "class weights in a lambda": lambda: lambda o, t: F.cross_entropy(o, t, weight=CLASS_WEIGHT.to(o)),
     "cross entropy in a lambda": lambda: lambda o, t: F.cross_entropy(o, t),
     "masked mean": lambda: _masked_mean,
     "(total, count)": lambda: _rows,

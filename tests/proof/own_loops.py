@@ -87,7 +87,7 @@ def loop(
         for number, (a, b) in enumerate(parts):
             last = number + 1 == len(parts)
             with no_sync(model, last):
-                (F.mse_loss(model(a, extra), b) / microbatches).backward()
+                (F.mse_loss(model(a, extra).to(b), b) / microbatches).backward()
             if last:
                 average(model)
         clip(model)
