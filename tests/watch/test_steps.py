@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from _thread import start_new_thread
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import mpkit as mk
+from mpkit.strategies.program_calls.program import SourceLines
 from mpkit.trace import Kind, Trace
 from tests.limits import EVENT, PROGRAM
 from tests.serial import Clusters
@@ -138,6 +141,13 @@ def test_an_unchanged_script_is_watched(tmp_path: Path) -> None:
     assert (tmp_path / "run.html").exists()
     trace = Trace.load(tmp_path / "run.trace")
     assert [int((rank.ops["kind"] == Kind.STEP).sum()) for rank in trace.ranks] == [2, 2]
+
+
+def test_a_backward_on_a_gpu_has_no_line() -> None:
+    """C++ computes it in a thread of its own, whose stack holds the kernel alone."""
+    lines, said = SourceLines(), Queue[str | None]()
+    start_new_thread(lambda: said.put(lines.running_line()), ())
+    assert said.get(timeout=EVENT) == "" and not lines.is_direct
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,19 @@ class MeanLoss:
         return pair
 
 
+def move_loss(loss: Any, device: torch.device) -> None:
+    """Move the tensors of a loss that is a module, such as class weights, to the device of the outputs.
+
+    >>> loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    >>> move_loss(mean_loss(loss), torch.device("meta")), loss.weight.device
+    (None, device(type='meta'))
+    """
+    while not isinstance(loss, nn.Module) and hasattr(loss, "fn"):  # MeanLoss, WholeBatchLoss
+        loss = loss.fn
+    if isinstance(loss, nn.Module):
+        loss.to(device)
+
+
 class SummedMeans(TorchFunctionMode):
     """A mode in which torch's means return sums and the divisors are recorded."""
 

@@ -6,7 +6,7 @@ which FSDP2, DDP and optimizers use as well.
 
 import sys
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class SourceLines:
 
     def running_line(self) -> str | None:
         """Return the program's running line, "train.py:12 in main", or ""; None within `ctx.comm`, which records it."""
-        frame: FrameType | None = sys._getframe(2)
+        # The kernel's caller: none in the thread in which C++ computes the backward on a GPU.
+        frame = sys._getframe(1).f_back
         known, innermost, calls, direct = self._whose, True, True, True
         self.by_python = False
         while frame is not None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mpkit.errors import NotSerial
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.counted import move_loss
 from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.python_state import PythonState
@@ -337,8 +338,7 @@ def _on_device(device: torch.device, serial: Serial) -> Iterator[None]:
 
 def _move(serial: Serial, device: torch.device) -> None:
     serial.model.to(device).zero_grad()
-    if isinstance(serial.loss, nn.Module):
-        serial.loss.to(device)
+    move_loss(serial.loss, device)
     for weight in serial.weights.values():
         weight.data, weight.grad = weight.data.to(device), None
     steps = any(group.get("fused") or group.get("capturable") for group in serial.optimizer.param_groups)

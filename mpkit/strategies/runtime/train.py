@@ -21,7 +21,7 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.experts.divide import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.counted import MeanLoss
+from mpkit.strategies.loss.counted import MeanLoss, move_loss
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.chain import layers_of, prefix_of, repeated_blocks
 from mpkit.strategies.models.hooks import register
@@ -87,6 +87,7 @@ class Training:
         job = job.for_place(axes.place.tp)
         if isinstance(job.what.loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
             job = job.with_loss(job.what.loss.bind_group(axes.communicator_of("dp")))
+        move_loss(job.what.loss, context.device)
         self._job = job
         trained = trained_parameters(job.what.model, here=True)
         self.first_names = trained[1]
