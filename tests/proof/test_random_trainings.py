@@ -117,7 +117,11 @@ def test_a_training_equals_plain_pytorch_or_is_refused(clusters: Clusters, first
         except (ValueError, mk.errors.NotSerial, mk.RankFailed) as said:
             assert not case.is_ordinary, f"{seed}: refused or stopped, though all of it is ordinary: {said}"
             continue
-        losses, weights = case.plainly(pairs)
+        try:
+            losses, weights = case.plainly(pairs)
+        except ZeroDivisionError:  # torch's Adafactor, of a parameter without elements
+            assert "fails in plain PyTorch" in str(run.proof), seed
+            continue
         assert run.losses == pytest.approx(losses, rel=1e-8, abs=1e-10, nan_ok=True), seed
         for name, value in run.state_dict().items():
             torch.testing.assert_close(
