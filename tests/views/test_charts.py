@@ -203,6 +203,8 @@ def test_text_svg_and_chart_show_the_same(meshed: Meshed) -> None:
     assert figure.data[1].z[0][1] is not None and figure.data[1].z[0][0] is None
     assert "rank 0 (pp0 tp0) to rank 1 (pp0 tp1)" in figure.data[1].customdata[0][1]
     assert matrix._repr_mimebundle_()["text/plain"] == text
+    one = meshed(Mesh(tp=2)).comm_matrix().figure()
+    assert "cells in kB" in one.layout.annotations[0].text  # a number has its unit, with one axis too
 
 
 # ---- Pictures of what is predicted, of long runs and of somebody else's traces: each says what its numbers say.

@@ -30,7 +30,7 @@ def chart_figure(chart: Chart) -> Any:
     down = max(1, -(-len(chart.panels) // across))
     titles = [f"<b>{panel.title}</b>  {panel.note}" for panel in chart.panels]
     figure = make_subplots(
-        rows=down, cols=across, subplot_titles=titles if len(titles) > 1 else None,
+        rows=down, cols=across, subplot_titles=titles if any(panel.title for panel in chart.panels) else None,
         horizontal_spacing=0.09 if across > 1 else 0, vertical_spacing=0.3 / down if down > 1 else 0,
     )  # fmt: skip
     named: set[str] = set()
