@@ -181,10 +181,17 @@ def test_what_each_process_has_of_its_own(clusters: Clusters) -> None:
 
 def test_telling_steps() -> None:
     """The first batch of another size, and the first step after an evaluation, among 40."""
+
+    class Own(Net):
+        def train(self, mode: bool = True) -> Any:  # returns nothing, as many do
+            super().train(mode)
+
     whole = batches(1, 8)
     data = [*whole * 6, *batches(1, 6)]
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 40, "ranks": 1}
-    job = prepare(Net(), data, mk.Plan.serial(), evaluate=whole, every=4, verify="first", **how)
+    job = prepare(
+        Own(), data, mk.Plan.serial(), evaluate=(whole, F.cross_entropy), every=4, verify="first", **how
+    )
     assert {0, 1, 4, 6} <= set(job.how.verified) and len(job.how.verified) <= 5
 
 

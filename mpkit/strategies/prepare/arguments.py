@@ -240,7 +240,8 @@ def _names(model: nn.Module, batches: Any, metric: Callable[[Any, Any], Any]) ->
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            output = call(model.eval(), part(inputs, few), first=True)
+            model.eval()  # its own train() may return nothing
+            output = call(model, part(inputs, few), first=True)
             values = measure_scores(metric, output, part(targets, few))
             for value in values.values():
                 if as_pair(value) is None:
