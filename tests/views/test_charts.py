@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import mpkit as mk
 from mpkit.common.display import draw
@@ -287,6 +288,7 @@ def test_three_dimensions_on_two_nodes() -> None:
 
 def test_of_a_plan_and_a_model() -> None:
     model = GPT(layers=4, width=16, heads=2)
+    model.add_module("none", nn.ModuleList())
     found = mk.Plan.gpipe(2, 4, cut=["block2"]).placement(model, hardware="8x-h100-nvlink")
     assert found.stages == (("embedding", "block0", "block1"), ("block2", "block3", "head"))
     assert found.notes == ()

@@ -243,8 +243,9 @@ def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
 
     layers = []
     for name, child in model.named_children():
-        inner = child.named_children() if isinstance(child, nn.ModuleList | nn.Sequential) else ()
-        layers += [(f"{name}.{key}", module) for key, module in inner] or [(name, child)]
+        is_list = isinstance(child, nn.ModuleList | nn.Sequential)
+        inner = child.named_children() if is_list else [("", child)]
+        layers += [(f"{name}.{key}" if key else name, module) for key, module in inner]
     names = [name for name, _ in layers]
     if plan.stages == 1:
         return [names], []
