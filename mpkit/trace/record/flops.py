@@ -114,8 +114,9 @@ class Meter(TorchDispatchMode):
     def measured(self, module: str = "") -> Flops:
         """Return the sums as those of a module's forward, with names inside it relative to the module."""
         start = f"{module}." if module else ""
-        inside = {name.removeprefix(start): cost for name, cost in self.within.items()}
-        attention = inside.pop(Attentions.NAME, (0.0, 0))
+        others = dict(self.within)
+        attention = others.pop(Attentions.NAME, (0.0, 0))
+        inside = {name.removeprefix(start): cost for name, cost in others.items()}
         return Flops(self.flops, forward_bytes=self.nbytes, layers=inside, attention=attention)
 
     def watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
