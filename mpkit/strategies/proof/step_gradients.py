@@ -265,8 +265,8 @@ class Shares:
 
     def add(self, got: Tensor, parts: Tensor) -> None:
         """Add some elements: of the gradient, [elements], and of the parts, [parts, elements]."""
-        plain = (torch.view_as_real(t).flatten(-2) if t.is_complex() else t for t in (got, parts))
-        got, parts = (t.cpu().double() for t in plain)
+        plain = (torch.view_as_real(t).flatten(-2) if t.is_complex() else t for t in (got.cpu(), parts.cpu()))
+        got, parts = (t.double() for t in plain)
         self._gram += parts @ parts.T
         self._right += parts @ got
         self._square += float(got @ got)
