@@ -189,6 +189,7 @@ def work(
     if device.type == "cuda":  # let autograd's thread enter the context, else cuBLAS warns
         x = torch.ones((), device=device, requires_grad=True)
         (x * x).backward()
+        del x  # the function finds the GPU's memory empty
     function, args = unpack(payload, enter=enter)
     own = os.getpid()
     try:
