@@ -210,8 +210,8 @@ def _facts_in_common(job: TrainJob) -> dict[str, Any]:
             values = tensor.detach().cpu().contiguous()
             values = values.double() if values.is_floating_point() else values
             weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.numpy().tobytes())
-    facts = {"plan": str(job.plan), "weights": weights.hexdigest()}
-    facts |= {name: getattr(job.how, name) for name in ("steps", "seed")}
+    how = {"steps": job.how.steps, "seed": job.how.seed}  # before the weights, which differ with the seed
+    facts = {"plan": str(job.plan), **how, "weights": weights.hexdigest()}
     if len(job.what.batches):
         from mpkit.strategies.data.digest import data_digest
 

@@ -42,6 +42,7 @@ if __name__ == "__main__":
     for weight in other["model"].parameters():
         nn.init.normal_(weight)
     told["weights_differ"] = refusal(lambda: cluster.train(plan=mk.Plan.ddp(4), **other))
+    told["seeds_differ"] = refusal(lambda: cluster.train(plan=mk.Plan.ddp(4), seed=cluster.rank, **other))
     told["wrong_size"] = refusal(lambda: cluster.train(plan=mk.Plan.ddp(2), **job()))
     linear = {"loss": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "steps": 3}
     torch.manual_seed(0)

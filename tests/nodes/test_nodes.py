@@ -63,6 +63,7 @@ def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -
         assert each["wrong_size"] == told[0]["wrong_size"] and "the cluster has 4" in each["wrong_size"]
         assert each["weights_differ"] == told[0]["weights_differ"]
         assert "torch.manual_seed(0) before it is made" in each["weights_differ"]
+        assert "seed is 0 on rank 0 and 1 there" in each["seeds_differ"]
         assert ("if cluster.rank == 0" in each["elsewhere"]) == (rank > 0)
 
 
