@@ -191,12 +191,12 @@ class RankSession:
         self._launch.end()
         self.cluster.close()
 
-    def run(self, code: str, ranks: list[int], name: str) -> dict[int, Reply]:
-        """Run code on some ranks, and return their answers by rank. Tracebacks call the cell `name`.
+    def run(self, code: str, ranks: Sequence[int] | None = None, name: str = "cell") -> dict[int, Reply]:
+        """Run code on all ranks or on some, and return their answers by rank. Tracebacks call the cell `name`.
 
         Interrupted, it raises a KeyboardInterrupt and the ranks keep their variables, or else a SessionEnded.
         """
-        answers = self._ask(code, name, ranks)
+        answers = self._ask(code, name, list(range(self.ranks) if ranks is None else ranks))
         if any(each.recorded for each in answers.values()):
             self._began = {rank: each.ops for rank, each in answers.items()}
         return answers
