@@ -130,13 +130,19 @@ class LaunchedRank(RankLaunch):
         stack = answer_requests(self.folder, launcher.rank)
         state, threads = torch.get_rng_state(), torch.get_num_threads()  # which a rank changes in its process
         try:
-            device = device_of(launcher.place.local_rank, settings)
-            recorder = Recorder(self.folder, launcher.rank, device, layers=settings.layers)
-            with self._group():
-                payload = io.BytesIO(self._payload)
-                result = work(launcher.rank, settings, device, recorder, payload, enter=False)
-                recorder.close("finished")
-                self._share(result)
+            try:
+                device = device_of(launcher.place.local_rank, settings)
+                recorder = Recorder(self.folder, launcher.rank, device, layers=settings.layers)
+                with self._group():
+                    payload = io.BytesIO(self._payload)
+                    result = work(launcher.rank, settings, device, recorder, payload, enter=False)
+                    recorder.close("finished")
+                    self._share(result)
+            finally:  # before others hear of an error: the launcher may then kill this process
+                torch.set_rng_state(state)
+                torch.set_num_threads(threads)
+                with suppress(OSError, ValueError):
+                    sys.stdout.flush()
         except BaseException as error:
             try:
                 report(error, launcher.rank, self.folder, recorder)
@@ -144,10 +150,6 @@ class LaunchedRank(RankLaunch):
                 traceback.print_exception(error)
             raise
         finally:
-            torch.set_rng_state(state)
-            torch.set_num_threads(threads)
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
             end_answers(self.folder, launcher.rank, stack)
 
     @contextmanager
