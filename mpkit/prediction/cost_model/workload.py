@@ -49,9 +49,10 @@ class Workload:
 
     @cached_property
     def _models(self) -> tuple[StepModel, MemoryModel]:
-        machine = self.hardware
-        peak = tuple(machine.device.peak.items())  # machines that differ in it alone count as equal
-        return _models(self.model, self.sequence, machine, peak, self.stack, self.preset.constants)
+        machine, stack = replace(self.hardware, order=()), self.stack  # the places of ranks are not priced
+        device, links = machine.device, (link for link in (machine.link, machine.between) if link)
+        rates = (*device.peak.items(), *device.flops.items(), *(tuple(link.bus.items()) for link in links))
+        return _models(self.model, self.sequence, machine, rates, stack, self.preset.constants)
 
     @property
     def available(self) -> float:
@@ -66,9 +67,12 @@ class Workload:
 
 @lru_cache(64)
 def _models(
-    model: Architecture, sequence: int, machine: Hardware, peak: object, stack: Stack, constants: Constants
+    model: Architecture, sequence: int, machine: Hardware, rates: object, stack: Stack, constants: Constants
 ) -> tuple[StepModel, MemoryModel]:
-    """Return what prices plans; estimates of one model, machine and stack share it, and what it remembers."""
+    """Return what prices plans; estimates of one model, machine and stack share it, and what it remembers.
+
+    `rates` are those of the machine, which counts as equal to itself if one of its rates is changed.
+    """
     time = StepModel(model, sequence, machine, stack, constants)
     return time, MemoryModel(model, sequence, stack, machine.device)
 
