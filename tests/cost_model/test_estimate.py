@@ -1,6 +1,7 @@
 """`mk.estimate` and `mk.fits`: what must hold whatever the numbers, and what is refused."""
 
 import json
+import pickle
 from dataclasses import fields, replace
 from typing import Any
 
@@ -119,12 +120,13 @@ def test_a_device_whose_memory_is_unknown_limits_nothing() -> None:
     assert advised.best is not None and advised.best.ranks == 1 and "not known" in str(advised)
 
 
-def test_a_machine_is_read_as_it_is_at_each_estimate() -> None:
+def test_a_machine_is_read_as_it_is_at_each_estimate_and_estimates_can_be_pickled() -> None:
     plan, bus = mk.Plan.zero(3, 8, precision="bf16"), dict(H100.link.bus)
     machine = replace(H100, link=replace(H100.link, bus=bus), nodes=1, order=list(range(8)))  # type: ignore[arg-type]
-    before = mk.estimate(LLAMA, plan, machine, global_batch=8, sequence=2048).step_time
+    before = mk.estimate(LLAMA, plan, machine, global_batch=8, sequence=2048)
+    assert str(pickle.loads(pickle.dumps(before))) == str(before) == str(pickle.loads(pickle.dumps(before)))
     bus.update(dict.fromkeys(bus, 1e9))
-    assert mk.estimate(LLAMA, plan, machine, global_batch=8, sequence=2048).step_time > 2 * before
+    assert mk.estimate(LLAMA, plan, machine, global_batch=8, sequence=2048).step_time > 2 * before.step_time
 
 
 def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:

@@ -49,10 +49,14 @@ class Workload:
 
     @cached_property
     def _models(self) -> tuple[StepModel, MemoryModel]:
-        machine, stack = replace(self.hardware, order=()), self.stack  # the places of ranks are not priced
+        # Where ranks are is not priced. A machine counts as equal to itself though a rate changes: hence `rates`.
+        machine, stack = replace(self.hardware, order=()), self.stack
         device, links = machine.device, (link for link in (machine.link, machine.between) if link)
         rates = (*device.peak.items(), *device.flops.items(), *(tuple(link.bus.items()) for link in links))
         return _models(self.model, self.sequence, machine, rates, stack, self.preset.constants)
+
+    def __getstate__(self) -> dict[str, Any]:  # without the models, whose functions cannot be pickled
+        return {name: value for name, value in vars(self).items() if name != "_models"}
 
     @property
     def available(self) -> float:
@@ -69,10 +73,7 @@ class Workload:
 def _models(
     model: Architecture, sequence: int, machine: Hardware, rates: object, stack: Stack, constants: Constants
 ) -> tuple[StepModel, MemoryModel]:
-    """Return what prices plans; estimates of one model, machine and stack share it, and what it remembers.
-
-    `rates` are those of the machine, which counts as equal to itself if one of its rates is changed.
-    """
+    """Return what prices plans; estimates of one model, machine and stack share it, and what it remembers."""
     time = StepModel(model, sequence, machine, stack, constants)
     return time, MemoryModel(model, sequence, stack, machine.device)
 
