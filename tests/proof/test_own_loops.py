@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
+from mpkit.strategies.program_calls.communication import ComparedFunction
 from tests.serial import Clusters
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,7 +44,7 @@ def test_what_is_right_is_equal_and_mistakes_are_named_on_all_ranks(
 ) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
-    launch = clusters(ranks).launch(said, ([*right, *wrong],), modules=IMPORTED)
+    launch = clusters(ranks).launch(ComparedFunction(said), ([*right, *wrong],), modules=IMPORTED)
     launch.finish()
     equal = ": equal to plain PyTorch in steps 1 and 2: gradients within "
     texts = {loop.__name__: equal for loop in right} | {loop.__name__: text for loop, text in wrong.items()}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.strategies.comm.fake_group import FakeGroup
 from mpkit.strategies.packing.world import installed_modules
+from mpkit.strategies.program_calls.communication import ComparedFunction
 from mpkit.strategies.stage.shard import HeldPart, put_together
 from mpkit.strategies.tensor import shard_model
 from tests.serial import Clusters
@@ -54,7 +55,7 @@ def on_a_rank(ctx: Any, cases: list[Case]) -> Any:
 def run_with(models: list[nn.Module], cluster: mk.Cluster, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run as `cluster.run`, with the models' libraries imported once, before ranks are forked."""
     modules = [name for model in models for name in installed_modules(model)]
-    launch = cluster.launch(fn, args, modules=modules)
+    launch = cluster.launch(ComparedFunction(fn), args, modules=modules)
     launch.finish()
     return launch.results()
 
