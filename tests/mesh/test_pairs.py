@@ -394,6 +394,8 @@ def check_pictures(run: Run) -> None:
     assert str(step) and step.diagnose() is not None
     volume = step.comm_volume()
     assert (sum(row.wire for row in volume.rows) > 0) == (run.plan.ranks > 1), str(volume)
+    over_groups = [row.ratio for row in volume.rows if (row.axis, row.kind) == ("dp_replicate", "all_reduce")]
+    assert over_groups == pytest.approx([1.0] * len(over_groups), abs=0.01), str(volume)
 
 
 def check_dry_run(run: Run, model: nn.Module, batch: Any, cluster: mk.Cluster, **how: Any) -> None:
