@@ -37,7 +37,7 @@ def steps() -> list[Observation]:
 
 def test_errors_up_to_128_devices_and_beyond_and_their_bands(steps: list[Observation]) -> None:
     """Within 6 % for each stack, within 12 % beyond; bands cover nine of ten."""
-    groups, within = defaultdict(list), []
+    groups, within = defaultdict(list, beyond=[]), []
     for step in steps:
         preset = preset_for(*key_of(step))
         error = abs(step.predict_seconds(preset.constants) / step.seconds - 1)
