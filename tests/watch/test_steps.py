@@ -121,7 +121,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
 for step in range(2):
     model(torch.ones(4, 8)).mean().backward()
     optimizer.step()
-print("learning rate", sys.argv[1:], "local rank", os.environ["LOCAL_RANK"], "of", os.environ["LOCAL_WORLD_SIZE"])
+sizes = [os.environ[f"{of}_WORLD_SIZE"] for of in ("LOCAL", "ROLE", "GROUP")]
+print("learning rate", sys.argv[1:], "local rank", os.environ["LOCAL_RANK"], "of", *sizes)
 dist.destroy_process_group()
 dist.init_process_group()
 assert dist.get_world_size() == 2
@@ -136,7 +137,7 @@ def test_an_unchanged_script_is_watched(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "[rank 1] learning rate ['--lr', '0.1'] local rank 1 of 2" in done.stdout
+    assert "[rank 1] learning rate ['--lr', '0.1'] local rank 1 of 2 2 1" in done.stdout
     assert "step 1 (2 steps in all)" in done.stdout
     assert (tmp_path / "run.html").exists()
     trace = Trace.load(tmp_path / "run.trace")
@@ -155,7 +156,7 @@ def test_a_backward_on_a_gpu_has_no_line() -> None:
     {
         ("nccl", -1, -1): 'backend="nccl".*gloo joins them',
         ("gloo", 5, -1): r"rank=5, world_size=-1.*this is rank 0 of 1",
-        ("gloo", 0, 8): r"world_size=8.*leave both out",
+        ("gloo", 0, 8): r"world_size=8.*leave both out, or write .*\[\"WORLD_SIZE\"\]",
     }.items(),
 )
 def test_a_group_that_cannot_be_joined_is_refused(

@@ -201,5 +201,5 @@ def with_other_models(ctx: Any) -> list[str]:
 
 def test_ranks_with_different_models_are_told_so(clusters: Clusters) -> None:
     (size, mode), _ = clusters(2).run(with_other_models)
-    assert "weight is [4, 4] in torch.float32, trained, on rank 1, and [3, 4] in torch.float32, trained," in size
+    assert "weight is [4, 4] in torch.float32, trained, on rank 1, and [3, 4] in torch.float32" in size
     assert "the model is in evaluation mode on rank 1, and in training mode on rank 0" in mode
