@@ -257,7 +257,7 @@ def test_what_happens_first_in_a_step_that_was_not_compared(clusters: Clusters, 
     if kind == "begins":
         proof = proof_of(clusters, Branch(kind), mk.Plan.zero(3, 2, unused="allow"), verify=(1, 5))
         assert (proof.steps, proof.why_not) == ((1, 5), ""), "the branch depends on a counter in Python"
-        assert proof_of(clusters, Branch(kind), DDP, verify=(1, 7)).why_not == "", "a later step has the same"
+    assert proof_of(clusters, Branch(kind), DDP, verify=(1, 7)).why_not == "", "a later step has the same"
 
 
 class Annealed:
