@@ -66,6 +66,15 @@ def ddp() -> list[float]:
     return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def late_states() -> list[float]:
+    """The optimizer makes most states in the second step."""
+    model = mlp()
+    late = model[:3].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None if late.requires_grad_(True) else None)
+    return loop(model, optimizer)
+
+
 def ddp_static_with_hook() -> list[float]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -156,7 +156,7 @@ def profiled(ctx: Any, program: FunctionType) -> Peak:
 
 
 @pytest.mark.parametrize("program", [
-    programs.ddp,
+    programs.ddp, programs.late_states,
     *[
         pytest.param(program, marks=pytest.mark.soak)
         for program in (programs.fsdp2, programs.fsdp1, programs.zero_optimizer, programs.pipeline)

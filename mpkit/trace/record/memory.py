@@ -11,7 +11,7 @@ longer, a dispatch mode that sees every operator 40 %. So steps are
 so that the peak, the memory held at the peak and the curve are those of a measured step: to the byte.
 
 The first two steps are measured (the first one makes the optimizer's states, and ZeRO-3 learns its order), each step
-with new shapes, and steps 4, 8, 16 and so on. If such a repetition differs, shapes do not determine what a step holds,
+with new shapes, each after one that made further states, and steps 4, 8, 16 and so on. If such a repetition differs, shapes do not determine what a step holds,
 and from then on each step of its kind is measured. A played step that begins an action other than the measured one's is
 measured from there on.
 
@@ -89,7 +89,9 @@ class StepMemory:
         step, self._steps = self._steps, self._steps + 1
         self._key, self._from, self.active = key, (self._ops.count, now), True
         again = self.checks and step > 2 and not step & (step - 1)
-        self.playing = key in self._known and not (again or varies or key in self._varying)
+        known = self._known.get(key)
+        grown = known is not None and self._ledger.held["optimizer"] > known.levels["optimizer"]
+        self.playing = known is not None and not (again or varies or grown or key in self._varying)
         if self.playing:
             self._uninstall()
             self._ledger.on_use = None
