@@ -71,7 +71,7 @@ def late_states() -> list[float]:
     model = mlp()
     late = model[:3].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.register_step_post_hook(lambda *_: None if late.requires_grad_(True) else None)
+    optimizer.register_step_post_hook(lambda *_: [p.requires_grad_() for p in late.parameters()] and None)
     return loop(model, optimizer)
 
 

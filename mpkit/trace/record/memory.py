@@ -11,9 +11,9 @@ longer, a dispatch mode that sees every operator 40 %. So steps are
 so that the peak, the memory held at the peak and the curve are those of a measured step: to the byte.
 
 The first two steps are measured (the first one makes the optimizer's states, and ZeRO-3 learns its order), each step
-with new shapes, each after one that made further states, and steps 4, 8, 16 and so on. If such a repetition differs, shapes do not determine what a step holds,
-and from then on each step of its kind is measured. A played step that begins an action other than the measured one's is
-measured from there on.
+with new shapes, each after one that made further states, and steps 4, 8, 16 and so on. If such a repetition differs,
+shapes do not determine what a step holds, and from then on each step of its kind is measured. A played step that begins
+an action other than the measured one's is measured from there on.
 
 Code that knows what a tensor is for calls `Ledger.track`. Tensors that autograd saves in a forward count as activations
 (`StepMemory.saving`), and gradients count when they are made. On a GPU the ledger follows torch's allocator after each
