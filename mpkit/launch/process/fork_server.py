@@ -212,7 +212,7 @@ class ForkServer:
     def __init__(self, out: int, fork: bool = True, idle: float | None = None) -> None:
         self._out, self._fork, self._idle = out, fork, idle
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self._orderly = False
+        self._orderly, self._joins = False, fork
         self._folder = ""  # of the latest launch
         self._ranks: dict[int, int] = {}  # by process id, for the living ranks
         self._group = 0  # process group of the ranks and of the processes that they start
@@ -329,6 +329,9 @@ class ForkServer:
                 self._release()
                 self._close_done()
                 self._say("over")
+                if self._joins:  # now that nobody waits for the first launch
+                    self._joins = False
+                    join_pages()
 
     def _kill(self) -> None:
         """Kill every living rank, and the processes that they started."""
@@ -428,10 +431,8 @@ def main(fork: bool = True, closed: bool = False, idle: float | None = None) -> 
     if fork:
         gc.disable()  # what imports create stays: looking for garbage in it takes a quarter of their time
         warm_up()
-        gc.collect()
         gc.freeze()  # the collector would touch every object, and so copy every page that the ranks share
         gc.enable()
-        join_pages()
     ForkServer(out, fork, idle).serve(0)
 
 
