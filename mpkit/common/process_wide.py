@@ -49,8 +49,8 @@ class Replacements:
 LOCK = threading.RLock()
 
 _LAST: deque[_StreamBeforeThread] = deque(maxlen=16)
-"""The last streams that were `sys.stdout`, kept alive: `print` holds no reference to the one that it writes to, and
-crashes the process where another thread frees it meanwhile (python/cpython#130163)."""
+"""The last streams that were `sys.stdout`, kept alive and used again: `print` holds no reference to the one that it
+writes to, and crashes the process where another thread frees it meanwhile (python/cpython#130163)."""
 
 
 @contextmanager
@@ -59,8 +59,11 @@ def silent() -> Iterator[None]:
     before = sys.stdout
     while isinstance(before, _StreamBeforeThread) and before.has_ended:  # somebody has put it back since
         before = before.stream
-    filtered = sys.stdout = _StreamBeforeThread(before)
-    _LAST.append(filtered)
+    ended = (each for each in _LAST if each.stream is before and each.has_ended)
+    if (filtered := next(ended, None)) is None:
+        _LAST.append(filtered := _StreamBeforeThread(before))
+    filtered.begin()
+    sys.stdout = filtered
     show = warnings.showwarning
 
     def show_others(*args: Any, **kwargs: Any) -> None:
@@ -79,12 +82,15 @@ def silent() -> Iterator[None]:
 
 
 class _StreamBeforeThread:
-    """A stream that passes on the output of threads that ran when this was made, but for the one that made it."""
+    """A stream that passes on the output of threads that ran when it began, but for the one that began it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._loud: set[int | None] | None = {each.ident for each in threading.enumerate()}
-        self._loud.discard(threading.get_ident())
+        self._loud: set[int | None] | None = None
+
+    def begin(self) -> None:
+        """Let only threads through that run now, and not this one."""
+        self._loud = {each.ident for each in threading.enumerate()} - {threading.get_ident()}
 
     @property
     def has_ended(self) -> bool:
