@@ -5,6 +5,7 @@ A step that another process computes again later has to start from the same stat
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -17,14 +18,20 @@ CONTAINERS = (list, dict, set, tuple)
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """What torch itself keeps in a module."""
 
-OWN_OF_OPTIMIZER = {*vars(torch.optim.SGD([torch.zeros(1)])), "params", "param_names", "initial_lr"}
-"""What torch itself keeps in an optimizer, and in its groups besides hyperparameters."""
-
 SOURCES = (Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 """Objects that may change with each use, without a trace that can be read."""
 
 Remembered: TypeAlias = "dict[tuple[str, str], Any]"
 """Values by their holder's place and their name, such as ("block.0", "calls")."""
+
+
+@cache
+def own_of_optimizer() -> set[str]:
+    """Return what torch keeps in an optimizer, and in its groups besides hyperparameters.
+
+    A process's first optimizer imports torch._dynamo, which takes two seconds.
+    """
+    return {*vars(torch.optim.SGD([torch.zeros(1)])), "params", "param_names", "initial_lr"}
 
 
 class PythonState:
@@ -83,7 +90,7 @@ class PythonState:
         for path, holder in self._holders.items():
             for name, held in holder.items():
                 value = held.cell_contents if isinstance(held, CellType) else held
-                own = OWN_OF_OPTIMIZER if path.startswith("optimizer") else OWN
+                own = own_of_optimizer() if path.startswith("optimizer") else OWN
                 if name not in own and (_plain(value) or _remembers(value)):
                     yield (path, name), value
 

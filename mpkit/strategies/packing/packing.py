@@ -8,6 +8,8 @@ models of transformers
     Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
 functions that wrap a library's
     They have its name (functools.wraps), under which a rank would find the library's function.
+plain tensors
+    They are sent as their bytes; torch pickles each as a file of its own, which takes twice the time.
 parameters of classes of their own
     torch pickles them as plain ones.
 classes of torch's C++ part that are not where their qualified name says, such as SDPBackend
@@ -20,13 +22,14 @@ parametrized modules
 import io
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import IO, Any
 
 import cloudpickle
+import torch
 from torch import Tensor, nn
 
 ATTRIBUTES = (
@@ -62,6 +65,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             attributes = {name: getattr(obj, name) for name in ATTRIBUTES}
             state = (cells, attributes, obj.__dict__)
             return _function, (obj.__globals__["__name__"], obj.__code__), state, None, None, _complete
+        if type(obj) is Tensor and _is_plain(obj):
+            content = _bytes_of(obj.untyped_storage()).numpy().tobytes()
+            return _tensor, (obj.dtype, content, obj.storage_offset(), tuple(obj.shape), obj.stride())
         if isinstance(obj, nn.Parameter) and _loses_its_class(type(obj)):
             return _parameter, (type(obj), *obj.__reduce_ex__(4)[:2])
         if (parts := taken_apart(obj)) is not None:
@@ -70,6 +76,27 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             make, args, state, *_ = obj.__reduce_ex__(4)
             return make, args, state, None, None, _complete_model
         return super().reducer_override(obj)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is a place in the host's memory and nothing else."""
+    special = (
+        tensor.is_quantized or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor)
+    )
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not special
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _tensor(
+    dtype: torch.dtype, content: bytes, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    storage = torch.UntypedStorage(len(content))
+    if content:
+        _bytes_of(storage).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
 def _loses_its_class(kind: type[nn.Parameter]) -> bool:

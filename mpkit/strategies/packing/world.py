@@ -154,7 +154,7 @@ def enter_world(settings: dict[str, Any]) -> None:
 def _users_patches(modules: Collection[str]) -> Iterator[str]:
     """Yield the names of the user's functions and classes in libraries."""
     layers = (name for name in list(sys.modules) if name.startswith("torch.nn.modules."))
-    for name in ("torch.nn", "torch.nn.functional", *layers, *modules):
+    for name in ("torch.nn", "torch.nn.functional", *layers, *(sys.modules.keys() & set(modules))):
         own = vars(sys.modules[name])
         for key, value in list(own.items()):
             if isinstance(value, type) and value.__module__ == name:

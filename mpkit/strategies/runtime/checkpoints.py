@@ -171,7 +171,7 @@ class Checkpoints:
         if same_ranks:
             RandomState.unpack(state[random].tensor, context.device).restore()
         else:
-            seed_all(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
+            seed_all(self._job.how.seed + context.rank + OTHER_DRAWS * head.step, context.device)
         self._record.end(op)
 
 

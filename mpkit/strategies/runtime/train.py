@@ -80,7 +80,7 @@ class Training:
     """One rank's part of a training."""
 
     def __init__(self, context: Context, job: TrainJob, checks: CallChecks | None = None) -> None:
-        seed_all(job.how.seed + context.rank)
+        seed_all(job.how.seed + context.rank, context.device)
         self._record, self._device, self._rank = context.record, context.device, context.rank
         # ---- place
         axes = self.axes = MeshAxes(context.comm, context.device, job.where.mesh)
