@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs pytest in two parts: what may run side by side on two workers, then what is marked `alone`.
+# Runs pytest in two parts: what may run side by side on two workers, then what is marked `alone` (not by `make test`).
 #   sh scripts/test.sh MARKS [pytest's arguments]      MARKS: an expression as for -m, such as "not soak"
 set -u
 marks=$1
@@ -17,6 +17,7 @@ case $beside in
     1) [ -z "$stop" ] || exit 1 ;;
     *) exit $beside ;;
 esac
+case $marks in *"not slow"*) exit $beside ;; esac # each takes the machine for itself: CI's, as what is slow
 # Without paths only modules that have such tests are collected, since importing all takes as long as they do.
 case " $*" in *" "[!-]*) ;; *) set -- "$@" $(grep -rl --include="*.py" --exclude-dir=classroom "mark.alone" tests) ;; esac
 $python -m pytest -m "($marks) and alone" "$@"

@@ -37,6 +37,7 @@ def printed(demo: Demo) -> str:
     return demo.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.slow
 def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., Demo]) -> None:
     made = demo(steps=3)
     serial, naive, gpipe, ddp, zero = made.run()

@@ -17,6 +17,8 @@ from mpkit.trace import Kind
 from tests.recipes import adamw, sgd
 from tests.serial import Clusters
 
+pytestmark = pytest.mark.slow
+
 # ---- A profile: what is measured of a model once, and what it says of plans that have not run.
 
 HOW: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw}

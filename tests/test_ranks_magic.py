@@ -50,6 +50,7 @@ def session(shell: InteractiveShell) -> Any:
     return magics.session
 
 
+@pytest.mark.slow
 def test_variables_stay_on_each_rank(run: Run, shell: InteractiveShell) -> None:
     shown = run("%%ranks\nx = rank + 1\nprint('rank', rank, 'of', world_size)\nx * 10")
     assert sorted(shown.stdout.splitlines()) == [f"[rank {r}] rank {r} of 3" for r in range(3)]
@@ -127,6 +128,7 @@ def test_a_hang_is_reported_and_new_ranks_start(run: Run, shell: InteractiveShel
     assert "their variables are gone" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_between_two_cells_ends_the_session_with_the_reason(
     run: Run, shell: InteractiveShell
 ) -> None:

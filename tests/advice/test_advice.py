@@ -73,6 +73,7 @@ def test_a_notebook_shows_words_a_row_per_family_and_a_chart() -> None:
     assert len({repr(plan) for plan in kinds}) == len(kinds)
 
 
+@pytest.mark.slow
 def test_the_layout_of_a_405b_run_is_found() -> None:
     """P1: 126 layers on 16,384 GPUs: neither uneven stages nor recomputation of every k-th layer was searched."""
     machine = mk.hardware("h100", nodes=2048, nic="ndr")
@@ -162,6 +163,7 @@ def _advised(asked: tuple[str, str, int], stack: str | None = None) -> Advice:
     return mk.advise(model, hardware, global_batch=batch, sequence=sequence, stack=stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_best_plan_leaves_memory_and_its_framework_runs_it(asked: tuple[str, str, int]) -> None:
     advice = _advised(asked)

@@ -90,6 +90,7 @@ def assert_same(one: Run, other: Run, *, exact: bool = True) -> None:
 # ---------------------------------------------------------------- the same plan: to the bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [
     mk.Plan.ddp(2, microbatches=2, precision="fp16"),
     mk.Plan.zero(3, 2, offload="params", precision="bf16"),
@@ -118,6 +119,7 @@ def overflow(outputs: Tensor, targets: Tensor) -> Tensor:
     return (each * torch.where(targets.amax(1) > 2.0, 1e6, 1.0)).mean()
 
 
+@pytest.mark.slow
 def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
     plan = mk.Plan.ddp(2, precision="fp16")
     how: dict[str, Any] = {"model": net(), "data": batches(), "plan": plan, "loss": overflow}

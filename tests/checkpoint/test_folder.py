@@ -121,6 +121,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -184,6 +185,7 @@ def newest(folder: Path) -> int:
     return max((int(name[5:]) for name in names if "." not in name), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.soak] * (seed not in IN_GATE)) for seed in range(25)]
 )

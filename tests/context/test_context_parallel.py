@@ -147,6 +147,7 @@ def flops(n: int, index: int, how: dict[str, Any], values: int = 8) -> list[floa
     return [counted.forward, counted.backward]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "diagonal"),
     [(8, lambda c: c * (c + 1) // 2), (4, lambda c: c * c)],
@@ -211,6 +212,7 @@ def shapes(draw: st.DrawFn, n: int) -> tuple[int, int, int, int, int, int]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(
     st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(shapes(n), min_size=1, max_size=4)))

@@ -24,6 +24,8 @@ from mpkit.prediction.cost_model.estimate import estimate
 from mpkit.prediction.cost_model.memory import MemoryModel
 from mpkit.prediction.cost_model.preset import UNFITTED, Observation, preset_for, presets
 
+pytestmark = pytest.mark.slow
+
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
 H200 = ROWS.parent / "gpu" / "h200.json"
 

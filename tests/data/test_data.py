@@ -185,6 +185,7 @@ class Computed(Dataset[Any]):
         return points(12)[i]
 
 
+@pytest.mark.slow
 def test_workers_load_what_the_rank_would_and_the_wait_is_on_the_timeline(
     clusters: Clusters, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def longer(trace: mk.Trace, rank: int, op: int, seconds: float) -> mk.Trace:
     return replace(trace, ranks=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["uneven", "offload"])
 def test_slack_and_gain_are_those_of_replays(name: str) -> None:
     trace, machine = _play_run(name, None, None), _machine(name)
@@ -93,6 +94,7 @@ def test_slack_and_gain_are_those_of_replays(name: str) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_collective_is_free_on_all_of_its_ranks() -> None:
     path = timeline("slow link").critical_path()
     machine = faster(_machine("slow link"), 1e9)

@@ -214,6 +214,7 @@ def waited_by_axis(timeline: mk.Timeline) -> dict[str, float]:
     return waited
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_axis_that_ranks_wait_for_is_named(name: str, clusters: Clusters) -> None:

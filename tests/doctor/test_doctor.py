@@ -34,6 +34,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_in_a_broken_environment_says_all_that_is_wrong_and_exits_with_1() -> None:
     """Few files, variables that are mistyped, have an odd value, or name an interface that is not there."""
     done = shell(

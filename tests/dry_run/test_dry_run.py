@@ -23,6 +23,7 @@ from tests.serial import Clusters
 # ---- A rank played alone on tensors without content does what the real one does.
 
 
+@pytest.mark.slow
 def test_a_function_may_return_a_model_that_is_there(clusters: Clusters) -> None:
     """Each rank gets a copy: strategies change the model that they are given."""
     model, cluster, plan = GPT(layers=2), clusters(1), mk.Plan.tp(2)
@@ -110,6 +111,7 @@ FAST = {("ResNet", "recomputed"), ("LSTM", "plain")}
 ALL = [(model, plan) for model in CASES for plan in PLANS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"), [pytest.param(*row, marks=() if row in FAST else pytest.mark.soak) for row in ALL]
 )

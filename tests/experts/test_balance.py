@@ -48,6 +48,7 @@ def test_the_price_of_shared_experts() -> None:
         assert answer is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "balancing"), PLANS, ids=[repr(plan) for plan, _ in PLANS])
 def test_training_equals_serial_training(train: Train, plan: mk.Plan, balancing: dict[str, Any]) -> None:
     run = check_equal(train, gpt(heads=2, **balancing), texts(7, 7), plan, **HOW)
@@ -84,6 +85,7 @@ def test_the_bias_is_that_of_the_reference() -> None:
         bias = move_bias(bias, chosen.flatten().bincount(minlength=4), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "balancing", "works"), [
     (mk.Plan(dp=2, microbatches=2), {"aux_loss": 0.1}, "Plan(dp=2)"),
     (

@@ -23,7 +23,7 @@ from tests.recipes import adamw, sgd
 from tests.serial import Train, check_equal, same, serial
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")]
 
 
 def gpt(**sizes: Any) -> nn.Module:

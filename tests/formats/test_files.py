@@ -314,6 +314,7 @@ def written(plan: Plan, name: str, **context: object):
             return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @given(plan=plans(), micro=st.integers(1, 8))
 @settings(max_examples=25)

@@ -30,5 +30,6 @@ def test_ten_thousand_damaged_files(reader: str) -> None:
     assert reader == "file of progress" or came_of["refused"] > 100
 
 
+@pytest.mark.slow
 def test_a_few_damaged_files() -> None:
     assert sum(fuzz("trace of a profiler", FEW).values()) == FEW

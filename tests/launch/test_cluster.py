@@ -99,6 +99,7 @@ print({"torch._dynamo", "mpkit.strategies.prepare.prepare"} <= sys.modules.keys(
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     """Its functions and classes reach the ranks, and a module beside it does, but nothing from the current folder:
     neither a learner's random.py nor a stranger's torch.py. Meanwhile a thread imports what the first training needs.
@@ -128,6 +129,7 @@ def test_mistakes_in_making_one(make: Callable[[], object], says: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_a_helper_process_that_nobody_uses_ends_and_another_goes_with_its_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

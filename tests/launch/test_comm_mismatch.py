@@ -94,6 +94,7 @@ def test_ranks_that_agree(clusters: Clusters) -> None:
     assert clusters(3).run(fn) == [[[2, 2], [0, 0], [1, 1]]] * 3
 
 
+@pytest.mark.slow
 def test_more_calls_than_were_made_room_for(clusters: Clusters) -> None:
     """The files of what ranks publish grow; a rank that runs ahead of the others grows them for all."""
 

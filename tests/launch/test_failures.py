@@ -83,6 +83,7 @@ def test_children_of_ranks_go_with_them(cluster: mk.Cluster, tmp_path: Path) -> 
     wait_until_gone([int(note.read_text())])
 
 
+@pytest.mark.slow
 def test_the_fork_server_dies(cluster: mk.Cluster) -> None:
     """Whoever killed it, the ranks go with it and the next run has a new one."""
     with pytest.raises(mk.RankFailed, match="process that ranks are started from has died"):
@@ -125,6 +126,7 @@ mk.Cluster(3, device="cpu").run(work)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [
     signal.SIGKILL,
     *(pytest.param(s, marks=pytest.mark.soak) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
@@ -156,6 +158,7 @@ mk.Cluster(2, device="cpu").run(work)
 """
 
 
+@pytest.mark.slow
 def test_a_program_whose_output_nothing_reads_ends_as_others_do(tmp_path: Path) -> None:
     """As in `python train.py | head -1`: exit code 141, no traceback, and nothing is left behind."""
     temporary = tmp_path / "temporary"

@@ -61,6 +61,7 @@ def two(clusters: Clusters, fill: Callable[[int], None]) -> Iterator[mk.Cluster]
     assert clusters(2).run(lambda ctx: ctx.rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_before_the_start(two: mk.Cluster, fill: Callable[[int], None]) -> None:
     fill(0)
     with pytest.raises(OSError, match=r"no space left in \S+ \(needed [\d,]+ bytes, free 0 bytes") as caught:

@@ -210,6 +210,7 @@ def test_who_waits_is_known_while_it_goes(cluster: mk.Cluster, impatient: None, 
 # ---- Ranks that take long to start, on a busy machine or since each imports torch: they are starting, and not hung.
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_handler_gets_no_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, sgd
 from tests.serial import Train
 
-pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")]
 
 soak = partial(pytest.param, marks=pytest.mark.soak)
 B, S, H, A, VOCAB = 2, 32, 32, 4, 32

@@ -17,7 +17,7 @@ from mpkit.strategies.runtime.train import Training
 from tests.recipes import adamw
 from tests.serial import Train, check_equal
 
-pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")]
 
 HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 5, "max_grad_norm": 0.5}
 

@@ -6,8 +6,8 @@ only together is left to the random trainings of `make soak`.
 
 This is the spine of the tests. Each row trains once, and all that is claimed of a run is checked on that run: losses,
 weights, their average and evaluations equal plain PyTorch's; the run's own proof says so; a checkpoint goes on under
-another plan; a dry run asks for the same communication, holds the same states and counts the same FLOPs; timeline,
-volumes and diagnosis print and are drawn. A new strategy is a level of a feature, and is then tested in all respects.
+another plan; timeline, volumes and diagnosis print and are drawn. For each level, a dry run asks for the same
+communication, holds the same states and counts the same FLOPs.
 """
 
 import inspect
@@ -30,6 +30,7 @@ from mpkit.models import GPT, MLP
 from mpkit.plan.schedule import NAMES
 from tests.fakes import check_same as check_same_trace
 from tests.serial import EXACT, Clusters, Train, Trained, trained
+from tests.timeline.test_answers import agrees
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -145,7 +146,25 @@ def covering(tries: int = 6) -> tuple[list[Row], set[tuple[Level, Level]]]:
     return rows, impossible
 
 
+def with_new_levels(rows: Sequence[Row]) -> list[Row]:
+    """Rows in which each level occurs, but for those of PEERS: the rows with one that no row before them has."""
+    seen: set[Level] = {("schedule", peer) for peer in PEERS}
+    found = []
+    for row in rows:
+        if not row.items() <= seen:
+            found.append(row)
+        seen |= row.items()
+    return found
+
+
 ROWS, IMPOSSIBLE = covering()
+FEW = with_new_levels(ROWS)
+"""The rows of `make test`; CI has all."""
+
+PLAYED = with_new_levels(
+    [row for row in ROWS if row["between"] == row["checkpoint"] == "-" and row["model"] != "experts"]
+)
+"""Rows that a dry run is compared with. It does not save or evaluate, nor does it know what routers choose."""
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
@@ -295,7 +314,9 @@ def name_of(row: Row) -> str:
     return " ".join(level for feature, level in row.items() if level != FEATURES[feature][0]) or "serial"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", [
+    pytest.param(row, id=name_of(row), marks=() if row in FEW else pytest.mark.slow) for row in ROWS
+])  # fmt: skip
 def test_a_row_equals_serial_training(train: Train, clusters: Clusters, tmp_path: Path, row: Row) -> None:
     torch.manual_seed(1)
     plan, kind = plan_of(row), row["model"]
@@ -307,10 +328,8 @@ def test_a_row_equals_serial_training(train: Train, clusters: Clusters, tmp_path
     if row["replicas"] == "dp":
         sizes = (8, 8) if row["microbatches"] == "4" else (6, 6)
     data, held_out = batches(kind, row["loss"], dtype, *sizes), batches(kind, row["loss"], dtype, *held)
-    narrow = row["precision"] in NARROW
-    optimizer = {"sgd": sgd, "adamw": partial(adamw, eps=1e-3) if narrow else adamw, "groups": groups}[
-        row["optimizer"]
-    ]
+    adam = partial(adamw, eps=1e-3) if row["precision"] in NARROW else adamw
+    optimizer = {"sgd": sgd, "adamw": adam, "groups": groups}[row["optimizer"]]
     how: dict[str, Any] = {
         "optimizer": optimizer, "max_grad_norm": 0.3 if row["clip"] == "norm" else None,
         "lr_schedule": halved if row["rate"] == "halved" else None,
@@ -346,8 +365,7 @@ def test_a_row_equals_serial_training(train: Train, clusters: Clusters, tmp_path
     check_same(found, expected, model.state_dict(), row["precision"])
     check_proof(run if before is None or row["checkpoint"] == "resumed" else before, row)
     check_pictures(run)
-    # Saving and evaluating communicate, which a dry run does not; nor does it know what routers choose.
-    if not between and kind != "experts" and row["checkpoint"] == "-":
+    if row in PLAYED:
         alike = {name: how[name] for name in ("loss", "optimizer", "max_grad_norm")}
         check_dry_run(run, model, data[0], clusters(1), **alike)
 
@@ -389,8 +407,7 @@ def check_pictures(run: Run) -> None:
     """A run is printed and drawn, whatever its plan: each rank that computed has a lane, and each byte an axis."""
     timeline = run.timeline()
     step = timeline.step(max(timeline.steps))
-    picture = step.to_svg()
-    assert "<svg" in picture
+    assert "<svg" in step.to_svg()
     assert str(step) and step.diagnose() is not None
     volume = step.comm_volume()
     assert (sum(row.wire for row in volume.rows) > 0) == (run.plan.ranks > 1), str(volume)
@@ -403,3 +420,4 @@ def check_dry_run(run: Run, model: nn.Module, batch: Any, cluster: mk.Cluster, *
     shapes = torch.utils._pytree.tree_map(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
     fake = mk.trace_fake(lambda: model, run.plan, batch=shapes, steps=len(run.losses), cluster=cluster, **how)
     check_same_trace(run.trace, fake)
+    agrees(mk.Timeline.of(fake))

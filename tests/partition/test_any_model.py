@@ -41,6 +41,7 @@ def gpt2(**changes: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**(small | no_dropout | ends | changes))).double()
 
 
+@pytest.mark.slow
 def test_a_transformer_equals_serial_training(train: Train) -> None:
     """Batches of 5 in 4 micro-batches, of another length in the second step. The zoo has other architectures."""
     torch.manual_seed(1)

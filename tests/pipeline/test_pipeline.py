@@ -162,6 +162,7 @@ def gpt(layers: int = 4, dropout: float = 0.0) -> nn.Module:
     return GPT(vocab=32, layers=layers, width=H, heads=2, length=S, dropout=dropout).double()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*_token_id.*")
 @pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 def test_the_recomputation_is_seen(train: Train, clusters: Clusters) -> None:

@@ -18,6 +18,8 @@ from tests.serial import Clusters
 sys.path.insert(0, str(Path(__file__).parent))
 from own_loops import MISTAKES, MISTAKES_ON_FOUR, ON_FOUR, ON_TWO
 
+pytestmark = pytest.mark.slow
+
 IMPORTED = (
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "mpkit.strategies.wrappers.prove", "mpkit.strategies.prepare.prepare",

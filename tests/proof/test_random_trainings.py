@@ -133,6 +133,7 @@ PRECISIONS = {"fp64": "full", "fp32": "full", "bf16": "bf16", "fp16": "fp16"}
 ONLY_IN_64 = {"class weights", "mean_loss, weights"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "precision"),
     [

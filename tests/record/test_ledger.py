@@ -289,6 +289,7 @@ PLANS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_played_steps_are_measured_ones_and_stages_of_zero_need_less_and_less(clusters: Clusters) -> None:
     batches, held = text_batches(batch=8, length=16, steps=2), {}
     for name in ("zero2", "zero3"):

@@ -161,6 +161,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_writes_nothing_into_its_parents_files(tmp_path: Path) -> None:
     """A DataLoader's workers are forked from a rank, and let go of its tensors when they end."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS, tmp_path], check=True)

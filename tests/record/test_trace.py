@@ -69,6 +69,7 @@ def recorded(folder: Path, ops: int = 10) -> Trace:
     return Trace.load(folder)
 
 
+@pytest.mark.slow
 @given(traces)
 def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
     path = tmp_path_factory.mktemp("trace") / "a.mpk"

@@ -45,6 +45,8 @@ from mpkit.trace import Kind, Trace
 from tests.recipes import adamw
 from tests.serial import Clusters, serial
 
+pytestmark = pytest.mark.slow
+
 # ---- The references of layers divided among ranks: outputs and gradients are those of the whole layer.
 
 

@@ -44,7 +44,7 @@ def catches_all(kind: ast.expr) -> bool:
 
 
 def last_name(node: ast.expr) -> str:
-    return ast.unparse(node).rpartition(".")[2]
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def test_nothing_is_caught_in_silence() -> None:
@@ -53,9 +53,7 @@ def test_nothing_is_caught_in_silence() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
         for line in silent(path.read_text(encoding="utf-8"))
     ]
-    assert not found, (
-        "name the exceptions, raise, or report what was caught (mpkit.common.exceptions): " + ", ".join(found)
-    )
+    assert not found, "name the exceptions, raise, or report what was caught (mpkit.common.exceptions)"
 
 
 class Odd(Exception):

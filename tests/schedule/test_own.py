@@ -1,10 +1,8 @@
 """A schedule of the learner's own, in whatever form it is written."""
 
-import ast
 import csv
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from mpkit.prediction.advice.search import search
 from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.prediction.cost_model.workload import workload_of
 from mpkit.views.page.trial import trial
-from tests.words import parse
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
 
@@ -152,8 +149,6 @@ def test_torch_reads_the_same_actions_and_accepts_them(plan: tuple[str, int, int
 
 # ---- A schedule is one entry of the catalogue: with it, it runs, and is drawn, predicted, exported, read and advised.
 
-MPKIT = Path(mk.__file__).parent
-
 
 def two_waves(p: int, m: int, v: int) -> Schedule:
     """Build GPipe twice, with half of the micro-batches each."""
@@ -172,6 +167,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> mk.Plan:
     return mk.Plan.pipeline("two_waves", 2, 4)
 
 
+@pytest.mark.slow
 def test_it_runs(registered: mk.Plan, cluster: mk.Cluster) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
@@ -210,14 +206,3 @@ def test_it_is_advised() -> None:
     asked = workload_of("llama3-8b", "8x-h100-nvlink", stack_of("pytorch"), None, 16, 1024)
     found, _, _ = search(asked, [8])
     assert {each.layout.schedule for each in found if each.layout.pp > 1} > {"two_waves", "1f1b"}
-
-
-def test_no_other_module_spells_the_name_of_a_schedule() -> None:
-    spelled = [
-        f"{path.relative_to(MPKIT)}:{node.lineno}: {node.value}"
-        for path in MPKIT.rglob("*.py")
-        if path.parent != MPKIT / "plan" / "schedule" and not {"course", "reference"} & set(path.parts)
-        for node in ast.walk(parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in SCHEDULES
-    ]
-    assert not spelled, "\n".join(spelled)

@@ -253,6 +253,7 @@ def test_a_backward_that_is_not_split_may_take_less_than_its_halves() -> None:
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1", "zbv"])
 def test_the_bubble_of_each_step_is_that_of_the_simulation(clusters: Clusters, name: str) -> None:
     """Two linear layers per stage: its inputs' gradients take time in each stage, the first one too."""

@@ -96,6 +96,7 @@ def test_what_cannot_be_searched(plan: Any, options: dict[str, Any], words: str)
         mk.search_schedule(plan, **options)
 
 
+@pytest.mark.slow
 def test_with_the_times_of_a_run_and_then_run(clusters: Clusters) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))

@@ -146,12 +146,14 @@ def sentences(batch: int, length: int) -> tuple[dict[str, Tensor], Tensor]:
     )
 
 
+@pytest.mark.slow
 def test_transformers(clusters: Clusters) -> None:
     torch.manual_seed(2)
     ways = ((gpt2, SEQUENCE), (llama, SEQUENCE), (llama, SLOW), (bert, PLAIN), (bert, SLOW_SEQUENCE))
     check_equal(clusters, 3, *(Case(make(), *sentences(3, 12), next_word, how) for make, how in ways))
 
 
+@pytest.mark.slow
 def test_other_heads_attentions_and_wrappers(clusters: Clusters) -> None:
     torch.manual_seed(3)
     inputs, targets = sentences(3, 12)

@@ -21,7 +21,6 @@ from mpkit.timeline.comparison import Comparison
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane, lane_of
-from tests.recipes import adamw
 from tests.serial import Clusters, Train
 from tests.timeline.test_timeline import timeline
 
@@ -159,26 +158,6 @@ def test_an_estimate_its_timeline_and_a_simulation_of_its_times_agree(guess: Est
     if step.played._replace(hop=0.0) == step.free:  # where sends do not block
         messages = guess.because.get("messages between stages", 0.0)
         assert messages == pytest.approx(simulated.step_time - free.step_time, abs=1e-9 * simulated.step_time)
-
-
-PLANS = [
-    mk.Plan(pp=2, schedule="1f1b", microbatches=4, dp=2),
-    mk.Plan(pp=2, schedule="zbv", microbatches=4, virtual_stages=2),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=repr)
-def test_of_a_dry_run(clusters: Clusters, plan: mk.Plan, tmp_path: Path) -> None:
-    tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
-    trace = mk.trace_fake(
-        lambda: GPT(layers=4, width=128, heads=4, vocab=512, length=64), plan, batch=(tokens, tokens),
-        loss=next_token_loss, optimizer=adamw, hardware="8x-a100-nvlink", cluster=clusters(1), steps=2,
-    )  # fmt: skip
-    timeline = mk.Timeline.of(trace)
-    agrees(timeline)
-    trace.save(tmp_path / "run.mpk")
-    again = mk.Timeline.of(mk.Trace.load(tmp_path / "run.mpk"))
-    assert again.step_time == timeline.step_time and again.peak_memory == timeline.peak_memory
 
 
 # ---- Idle time by cause, and timelines beside each other.

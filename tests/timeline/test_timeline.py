@@ -255,6 +255,7 @@ def ask(run: Run, clusters: Clusters) -> Callable[..., WhatIf]:
     return lambda **changes: what_if(recorded, run._job, clusters(2), changes)
 
 
+@pytest.mark.slow
 def test_a_schedule_rearranges_the_same_actions(ask: Callable[..., WhatIf]) -> None:
     found = ask(schedule="1f1b")
     assert found.step_time == about(5 * 3 + 4)
@@ -301,6 +302,7 @@ def test_factors_of_a_played_plan_on_itself_change_nothing(clusters: Clusters) -
     )
 
 
+@pytest.mark.slow
 def test_a_real_run_is_predicted_and_shown(run: Run) -> None:
     found = run.what_if(link=2, schedule="1f1b", ranks=4)
     assert found.plan == mk.Plan.pipeline("1f1b", 4, 4)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import mpkit as mk
 from tests.serial import Train
 
+pytestmark = pytest.mark.slow
+
 WIDTH, LENGTH = 16, 8
 
 

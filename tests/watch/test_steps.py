@@ -129,6 +129,7 @@ assert dist.get_world_size() == 2
 """
 
 
+@pytest.mark.slow
 def test_an_unchanged_script_is_watched(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["--ranks", "2", "--html", "run.html", "--trace", "run.trace"]

@@ -162,6 +162,7 @@ def steps_of_a_gpt(ctx: Any, kind: str) -> str:
     return str(model._proof.line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["width", "pipeline"])
 def test_divided_layers_and_stages_are_compared_with_their_random_numbers(
     clusters: Clusters, kind: str
@@ -183,6 +184,7 @@ def divided_faults(ctx: Any) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -> None:
     one, other = clusters(2).run(divided_faults)
     assert one == other and all("forward is" in said for said in one.values()), one

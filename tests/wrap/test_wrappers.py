@@ -161,6 +161,7 @@ def staged(ctx: Any, schedule: str, options: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [pytest.param("1f1b", {"microbatches": 4}, marks=pytest.mark.soak), ("zbv", {"microbatches": 4})],

@@ -35,6 +35,8 @@ from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss, sgd
 from tests.serial import Clusters, Train, check_equal
 
+pytestmark = pytest.mark.slow
+
 HOW: dict[str, Any] = {"loss": logits_loss, "optimizer": adamw, "steps": 3}
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
