@@ -17,7 +17,7 @@ case $beside in
     1) [ -z "$stop" ] || exit 1 ;;
     *) exit $beside ;;
 esac
-case $marks in *"not slow"*) exit $beside ;; esac # each takes the machine for itself: CI's, as what is slow
+case $marks in *"not slow"*) exit $beside ;; esac # `make test`: CI runs what needs the machine to itself
 # Without paths only modules that have such tests are collected, since importing all takes as long as they do.
 case " $*" in *" "[!-]*) ;; *) set -- "$@" $(grep -rl --include="*.py" --exclude-dir=classroom "mark.alone" tests) ;; esac
 $python -m pytest -m "($marks) and alone" "$@"

@@ -147,7 +147,7 @@ def covering(tries: int = 6) -> tuple[list[Row], set[tuple[Level, Level]]]:
 
 
 def with_new_levels(rows: Sequence[Row]) -> list[Row]:
-    """Rows in which each level occurs, but for those of PEERS: the rows with one that no row before them has."""
+    """The rows that bring a level which no earlier row has; the levels in PEERS do not count."""
     seen: set[Level] = {("schedule", peer) for peer in PEERS}
     found = []
     for row in rows:

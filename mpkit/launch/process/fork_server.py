@@ -370,12 +370,8 @@ def warm_up() -> None:
     from mpkit.strategies.program_calls.communication import OPERATORS, place_of_group
 
     mine = ("launch.process.rank", "strategies.packing.packing", "strategies.runtime.train")
-    for name in (
-        "cloudpickle",
-        "torch.distributed",
-        "torch.utils.serialization",
-        *(f"mpkit.{each}" for each in mine),
-    ):
+    theirs = ("cloudpickle", "torch.distributed", "torch.utils.serialization")
+    for name in (*theirs, *(f"mpkit.{each}" for each in mine)):
         importlib.import_module(name)
     for name in OPERATORS:  # torch looks for an operator's schema and handle at their first use
         if hasattr(torch.ops.c10d, name):

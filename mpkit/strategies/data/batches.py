@@ -23,7 +23,7 @@ from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.plan.kinds import whole
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, signature
-from mpkit.strategies.models.randomness import preserve_random_state, seed_of
+from mpkit.strategies.models.randomness import preserve_random_state, seed_all, seed_of
 
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LEAVES = (str, bytes, int, float, type, Tensor, nn.Parameter, np.ndarray, *KINDS)
@@ -40,9 +40,7 @@ class SampleDraws:
     def begin(self, step: int, index: int) -> None:
         """Seed all generators for a sample that is read for a step."""
         seed = seed_of(self._seed, step, 0, index, layer="sample")
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_all(seed, torch.device("cpu"))
         for generator in self._own:
             if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = type(generator.bit_generator)(seed).state

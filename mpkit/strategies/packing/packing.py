@@ -23,6 +23,7 @@ import io
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from importlib import import_module
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
@@ -66,7 +67,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
             state = (cells, attributes, obj.__dict__)
             return _function, (obj.__globals__["__name__"], obj.__code__), state, None, None, _complete
         if type(obj) is Tensor and _is_plain(obj):
-            content = _bytes_of(obj.untyped_storage()).numpy().tobytes()
+            whole = obj.untyped_storage()
+            content = string_at(whole.data_ptr(), whole.nbytes())
             return _tensor, (obj.dtype, content, obj.storage_offset(), tuple(obj.shape), obj.stride())
         if isinstance(obj, nn.Parameter) and _loses_its_class(type(obj)):
             return _parameter, (type(obj), *obj.__reduce_ex__(4)[:2])
@@ -80,23 +82,19 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a place in the host's memory and nothing else."""
-    special = (
-        tensor.is_quantized or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor)
+    marked = (
+        tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor)
     )
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not special
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return not marked and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _tensor(
     dtype: torch.dtype, content: bytes, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    storage = torch.UntypedStorage(len(content))
-    if content:
-        _bytes_of(storage).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    whole = (
+        torch.UntypedStorage.from_buffer(content, dtype=torch.uint8) if content else torch.UntypedStorage()
+    )
+    return torch.empty(0, dtype=dtype).set_(whole, offset, shape, stride)
 
 
 def _loses_its_class(kind: type[nn.Parameter]) -> bool:
