@@ -1,7 +1,7 @@
 """`python -m scripts.ci`: check, tests, classroom, browser. `.ci/run` calls it in a clone whose `.venv` is set up.
 
-`check` runs beside the tests. Each failed test runs once more, alone; one that passes then is printed as FLAKY and does
-not fail the run: it is a bug with a name. The last lines name every test that failed.
+`check` runs beside the tests that need only one core. Each failed test runs once more, alone; one that passes then is
+printed as FLAKY and does not fail the run: it is a bug with a name. The last lines name every test that failed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ MINUTES = 75.0
 AGAIN = 20
 """The largest number of failed tests that run again; if there are more, it is not chance."""
 
-TWO = ("-n", "2", "--dist", "worksteal")
+TWO = ("-n", "2", "--dist", "worksteal", "-m", "not soak and not alone")
 ALONE = [
-    str(path)
-    for path in sorted(ROOT.glob("tests/**/test_*.py"))
-    if "mark.alone" in path.read_text("utf-8") and "classroom" not in path.parts
+    str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.alone" in path.read_text("utf-8")
 ]
-"""Modules with tests that need the machine to themselves; importing all others takes as long."""
+"""Modules with tests that run one after the other; importing all others takes as long."""
 STEPS = {
-    "tests": (*TWO, "-m", "not soak and not alone"),
+    "tests": TWO,
+    "classroom and browser": (*TWO, "tests/browser", "tests/classroom"),
     "alone": ("-m", "not soak and alone", *ALONE),
-    "classroom": (*TWO, "-m", "not soak and not alone", "tests/classroom"),
-    "classroom alone": ("-m", "not soak and alone", "tests/classroom"),
-    "browser": (*TWO, "-m", "not soak", "tests/browser"),
 }
 """The arguments of pytest, by step."""
 
@@ -93,15 +89,15 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     os.environ.setdefault("MPKIT_TEST_LIMITS", "2")
-    log = OUT / "check.log"
-    with log.open("w", encoding="utf-8") as output:
-        check = subprocess.Popen(["make", "check"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     chromium = subprocess.run(["sh", "scripts/chromium.sh"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     os.environ["CHROMIUM"] = chromium.stdout.strip()
     failures = ["FAILED browser: there is no Chromium"] if chromium.returncode else []
-    for name, arguments in STEPS.items():
-        if name != "browser" or not chromium.returncode:
-            failures += run_step(name, arguments)
+    log = OUT / "check.log"
+    for name in ("tests", "classroom and browser"):
+        failures += run_step(name, STEPS[name])
+    with log.open("w", encoding="utf-8") as output:
+        check = subprocess.Popen(["make", "check"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    failures += run_step("alone", STEPS["alone"])
     if check.wait():
         print(log.read_text(encoding="utf-8"))
         failures.append("FAILED make check: see above")

@@ -104,10 +104,10 @@ with_uv() {
 }
 
 # The environment variables, not -c, so that the build backend is held to the same versions too.
-# They take a relative path only: pip splits them at spaces.
+# They take a relative path only: pip splits them at spaces. Compiling all would take a minute; Python compiles what it imports.
 with_pip() {
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-        "$venv/bin/python" -m pip install --no-input --progress-bar off -e "$extras"
+        "$venv/bin/python" -m pip install --no-compile --no-input --progress-bar off -e "$extras"
 }
 
 if ! {
