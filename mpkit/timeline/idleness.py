@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import percent
 from mpkit.plan.mesh import axis_of
 from mpkit.timeline import metrics
@@ -35,8 +35,6 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-
-Array = npt.NDArray[Any]
 
 CAUSES = ("warm-up", "dependency", "imbalance", "communication", "data", "cool-down", "other")
 WARM_UP, DEPENDENCY, IMBALANCE, COMMUNICATION, DATA, COOL_DOWN, OTHER = range(len(CAUSES))
@@ -300,7 +298,7 @@ def _axes(timeline: Timeline) -> str:
     return ", ".join(axis for axis, time in ordered if axis and time >= 0.1 * total)
 
 
-def _axis(timeline: Timeline, call: npt.NDArray[Any]) -> str:
+def _axis(timeline: Timeline, call: Array) -> str:
     kind, rank, group, peer = (int(call[name]) for name in ("kind", "rank", "group", "peer"))
     members = members_of(timeline, kind, rank, group, peer)
     return axis_of(timeline.mesh, members, timeline.meta, exchange=kind == Kind.ALL_TO_ALL)

@@ -11,15 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
-
-
-Array = npt.NDArray[Any]
 
 
 def work(spans: Array) -> Array:

@@ -12,8 +12,8 @@ from math import inf, isfinite
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.kinds import every, whole
@@ -24,7 +24,6 @@ from mpkit.timeline.replay import SPAN, Replay
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, Lane, RankTrace, lane_of
 
-Array = npt.NDArray[Any]
 Times = float | Sequence[float]
 
 UNIT = Device("one second of work per second", {"float32": 1.0}, bandwidth=inf)

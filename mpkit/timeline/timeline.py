@@ -10,8 +10,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.disk import write_whole
 from mpkit.common.display import data_frame, draw, write_text
 from mpkit.common.tracebacks import public
@@ -320,7 +320,7 @@ class LiveFeed:
         self._replay = Replay(ranks, meta=meta)
         self.names = self._replay.names
 
-    def advance(self) -> npt.NDArray[Any]:
+    def advance(self) -> Array:
         """Return the spans, (n,) of `SPAN`, that follow from what was recorded since the last call."""
         for rank in range(self._ranks) if self._folder.is_dir() else ():  # it goes when the run is over
             self._replay.feed(rank, read_rank(self._folder, rank))

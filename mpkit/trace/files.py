@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.errors import TraceError
 from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, SAMPLE, SENT_PART, VALUE
 
@@ -30,21 +31,21 @@ class RankTrace:
         sent_parts: (k,) array of `SENT_PART`: the parts of its uneven all-to-alls; none in older traces.
     """
 
-    ops: npt.NDArray[Any]
-    memory: npt.NDArray[Any]
+    ops: Array
+    memory: Array
     names: list[str]
     state: str = "finished"
-    values: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, VALUE))
-    samples: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, SAMPLE))
-    sent_parts: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, SENT_PART))
+    values: Array = field(default_factory=lambda: np.empty(0, VALUE))
+    samples: Array = field(default_factory=lambda: np.empty(0, SAMPLE))
+    sent_parts: Array = field(default_factory=lambda: np.empty(0, SENT_PART))
 
     def name(self, line: int) -> str:
         """Return the string with that number; "?" if the rank was killed before writing it."""
         return self.names[line] if 0 <= line < len(self.names) else "?"
 
-    def sent_since(self, first: int) -> npt.NDArray[Any]:
+    def sent_since(self, first: int) -> Array:
         """Return the parts of all-to-alls from an op on, with ops counted from that one."""
-        later: npt.NDArray[Any] = self.sent_parts[self.sent_parts["op"] >= first]
+        later: Array = self.sent_parts[self.sent_parts["op"] >= first]
         later["op"] -= first
         return later
 
@@ -79,7 +80,7 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     return np.empty(0, np.uint8)
 
 
-def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int, int]:
+def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[Array, int, int]:
     """Read the complete records of one file, its state, and the check of the names."""
     nothing = np.empty(0, dtype), 0, 0
     if not path.is_file():  # not there yet, or something that blocks a reader
@@ -90,7 +91,7 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
         return _read_once(path, part, dtype) or nothing
 
 
-def _read_once(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int, int] | None:
+def _read_once(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[Array, int, int] | None:
     data = map_file(path)
     if len(data) < HEADER.itemsize:
         return None
@@ -114,7 +115,7 @@ def _check(path: Path, data: bytes | memoryview, check: int) -> None:
         raise TraceError(f"{path} is damaged: its CRC-32 is not that of what the rank wrote")
 
 
-def _whole_records(path: Path, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _whole_records(path: Path, records: Array) -> Array:
     """Return the records before an empty one, which is counted but not visible from this core or disk yet.
 
     If later ones are not empty, a page was lost.

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
 from mpkit.trace.proof import Proof
@@ -20,7 +20,6 @@ from mpkit.trace.records import CATEGORIES, SAMPLE, Kind, lane_of
 MOST_RANKS = 65_536
 """The most ranks of one trace; the largest trainings so far had some ten thousand."""
 
-Array = npt.NDArray[Any]
 
 _KINDS = np.zeros(256, bool)
 _KINDS[[int(kind) for kind in Kind]] = True

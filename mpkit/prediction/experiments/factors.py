@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run import trace_fake
@@ -28,8 +28,6 @@ from mpkit.trace import TIMED_BY_EVENTS, Kind, Trace
 if TYPE_CHECKING:
     import torch
 
-
-Array = npt.NDArray[Any]
 
 WHOLE = Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER
 HALVES = Kind.INPUT_GRAD, Kind.WEIGHT_GRAD

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpkit.common.arrays import Array
 from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
 from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
 from mpkit.prediction.experiments import factors
-from mpkit.prediction.experiments.factors import HALVES, LIKE, SPLIT, START, WHOLE, Array, play_training
+from mpkit.prediction.experiments.factors import HALVES, LIKE, SPLIT, START, WHOLE, play_training
 from mpkit.strategies.data.microbatch import batch_size
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import PROFILED

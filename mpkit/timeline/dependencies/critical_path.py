@@ -11,14 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.display import WidgetResult
 from mpkit.timeline.dependencies.graph import Node, StepGraph, graph_of
 from mpkit.timeline.replay.spans import ReplayResult
 from mpkit.trace import Kind
 
-Array = npt.NDArray[Any]
 MESSAGES = (Kind.SEND, Kind.RECV)
 
 

@@ -21,11 +21,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.trace import Kind, Lane
-
-Array = npt.NDArray[Any]
 
 
 class Node(IntEnum):

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
@@ -19,8 +19,6 @@ from mpkit.timeline.dependencies.graph import StepGraph
 from mpkit.timeline.findings import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
-
-Array = npt.NDArray[Any]
 
 WORTH = 0.02
 """The share of a step that a cause must cost to be worth a finding: below that, steps differ from each other anyway."""

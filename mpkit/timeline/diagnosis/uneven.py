@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import percent, seconds
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B, bubble_in_theory
@@ -29,8 +29,6 @@ from mpkit.timeline.findings import Finding
 from mpkit.timeline.metrics import stage_times
 from mpkit.timeline.simulation import simulate
 from mpkit.trace import Kind, Lane
-
-Array = npt.NDArray[Any]
 
 SLOWER = 1.12
 """How many times as long as its peers a rank must take: cores of one machine differ by some percent from step to

@@ -13,19 +13,17 @@ exposed communication   without all communication of a kind; waiting for a late 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
 from mpkit.timeline.diagnosis.uneven import later_host_removed, lost_time, split_at_gap
 from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind, Lane
-
-Array = npt.NDArray[Any]
 
 FEW = 1024
 """Bytes up to which a copy to the host is a number that the program looks at, and not data."""

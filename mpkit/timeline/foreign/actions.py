@@ -33,14 +33,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.timeline.foreign.communication import MESSAGES, Comm
 from mpkit.timeline.foreign.kineto import PATTERNS, TABLE, Events, EventTable
 from mpkit.timeline.metrics import covered
 from mpkit.trace import Kind
-
-Array = npt.NDArray[Any]
 
 PLACE = np.dtype([("step", "<i8"), ("kind", "u1"), ("stage", "<i4"), ("microbatch", "<i4"), ("name", "<i8")])
 """Where a program was. `name` is a number of `Events.names`, -1: none."""

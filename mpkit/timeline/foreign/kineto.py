@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.size_limits import read_json
 from mpkit.errors import TraceError
 from mpkit.timeline.foreign.stream import EventStream
 from mpkit.trace.validation import MOST_RANKS
-
-Array = npt.NDArray[Any]
 
 TABLE: dict[str, Any] = tomllib.loads(files(__package__).joinpath("kineto.toml").read_text(encoding="utf-8"))
 """What the events of torch.profiler are (`kineto.toml`)."""

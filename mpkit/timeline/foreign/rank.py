@@ -20,8 +20,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.timeline.foreign.actions import (
     DeviceWork,
     ProfiledAction,
@@ -34,8 +34,6 @@ from mpkit.timeline.foreign.communication import MESSAGES, Comm
 from mpkit.timeline.foreign.kineto import Events
 from mpkit.timeline.metrics import covered, length
 from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, lane_of
-
-Array = npt.NDArray[Any]
 
 MOST = 20_000
 """Layers, and likewise waits, of one rank: of more, the shortest are left out."""

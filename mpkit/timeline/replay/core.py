@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.costs import machine_of
 from mpkit.timeline.replay.network import ReplayNetwork, Settled
@@ -38,8 +38,6 @@ from mpkit.timeline.replay.spans import (
     spans_of,
 )
 from mpkit.trace import MEMORY, OP, TIMED_BY_EVENTS, Kind, RankTrace
-
-Array = npt.NDArray[Any]
 
 _WAIT, _HOST, _STEP = int(Kind.WAIT), int(Kind.COPY_TO_DEVICE), int(Kind.STEP)
 NEVER = (inf, 0, 0)

@@ -12,15 +12,14 @@ from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.machines import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.trace import TIMED_BY_EVENTS, Kind
 
-Array = npt.NDArray[Any]
 Cost = Callable[[Array], Array]
 """Seconds of compute that each op of (n,) of `OP` takes."""
 

@@ -14,10 +14,9 @@ member arrives.
 """
 
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
-
+from mpkit.common.arrays import Array
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.trace import Kind
 
@@ -73,7 +72,7 @@ class ReplayNetwork:
         if group not in self._routes:
             self._routes[group] = self._parse(text)
 
-    def know_parts(self, rank: int, parts: npt.NDArray[Any]) -> None:
+    def know_parts(self, rank: int, parts: Array) -> None:
         """Record what a rank's all-to-alls send to whom, (n,) of `SENT_PART`."""
         for op, member, nbytes in parts.tolist():
             self._parts.setdefault((rank, op), {})[member] = nbytes

@@ -8,16 +8,13 @@ constant. Only communication and waits are processed one by one; the rest is ari
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.trace import OP, Kind
 
 _WAIT, _COMM, _HOST, _STEP = int(Kind.WAIT), 32, 64, int(Kind.STEP)
-
-Array = npt.NDArray[Any]
 
 
 class RankProgram:

@@ -5,14 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.safe_text import visible
 from mpkit.timeline.replay.program import RankProgram
 from mpkit.trace import CATEGORIES, SAMPLE, Kind, Lane, RankTrace, Trace
-
-Array = npt.NDArray[Any]
-
 
 SPAN = np.dtype(
     [

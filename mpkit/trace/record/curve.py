@@ -16,18 +16,15 @@ beginning, the beginnings of the ops inside, and its end:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.trace import CATEGORIES, MEMORY
 
 _BUFFERS = CATEGORIES.index("buffers")
 POINTS = 16
 """The most changes of a segment; a longer one sums up those in between, but for its peak."""
-
-Array = npt.NDArray[Any]
 
 
 class Segment:

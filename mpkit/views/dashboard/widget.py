@@ -17,8 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import numpy.typing as npt
-
+from mpkit.common.arrays import Array
 from mpkit.common.display import image
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.timeline.idleness import bubble_words
@@ -117,7 +116,7 @@ class Dashboard:
 
     # ---- filling ------------------------------------------------------------------------------------------
 
-    def add_spans(self, spans: npt.NDArray[Any], names: Sequence[str]) -> None:
+    def add_spans(self, spans: Array, names: Sequence[str]) -> None:
         """Add operations, in the form that `TimelineView.append` takes."""
         if not self._started and len(spans):
             self._started = True

@@ -13,11 +13,10 @@ A colour with less than 3:1 against the background is drawn with an outline (`ou
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.plan.mesh import AXIS_INKS
 from mpkit.trace import Kind
 from mpkit.views.theme import THEMES
@@ -115,7 +114,7 @@ INKS: dict[Key, Ink] = {
 }
 
 
-def _table() -> npt.NDArray[Any]:
+def _table() -> Array:
     table = np.zeros(256, np.uint8)
     for kind in Kind:
         if kind < Kind.WAIT:
@@ -162,13 +161,13 @@ CAUSE_INKS = {
 """The colours of work and of the causes of idle time in comparisons, on light and dark backgrounds alike."""
 
 
-def key_of(kinds: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def key_of(kinds: Array) -> Array:
     """Return the keys of an array of kinds.
 
     >>> [Key(key).name for key in key_of(np.array([Kind.FORWARD, Kind.WAIT, Kind.ALL_REDUCE]))]
     ['FORWARD', 'IDLE', 'COMM']
     """
-    keys: npt.NDArray[Any] = _KEYS[kinds]
+    keys: Array = _KEYS[kinds]
     return keys
 
 

@@ -6,11 +6,10 @@ moment is kept at which most was held, so that no peak is lost.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.timeline.metrics import levels_of as levels_at
@@ -44,7 +43,7 @@ def peak_words(timeline: Timeline, like: float = 0) -> str:
     return words + (f"; {parts}." if timeline.clock != "simulated" else ".")
 
 
-def _action_at(spans: npt.NDArray[Any], moment: float) -> str:
+def _action_at(spans: Array, moment: float) -> str:
     """Say which action runs at a moment."""
     actions = work(spans)
     now = actions[(actions["start"] <= moment) & (moment < actions["end"])]
@@ -56,7 +55,7 @@ def _action_at(spans: npt.NDArray[Any], moment: float) -> str:
     )
 
 
-def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
+def _micro_batches_alive(spans: Array, moment: float) -> str:
     """Say of which micro-batches activations are alive at a moment: forward begun, backward not over."""
     actions = work(spans)
     begun = actions[(actions["kind"] == Kind.FORWARD) & (actions["start"] <= moment)]
@@ -84,8 +83,8 @@ def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
 class RankMemory:
     """The memory that one rank held."""
 
-    times: npt.NDArray[Any]  # (n,) seconds from the picture's start, ascending
-    levels: npt.NDArray[Any]  # (n, categories) bytes held from each time on
+    times: Array  # (n,) seconds from the picture's start, ascending
+    levels: Array  # (n, categories) bytes held from each time on
     peak: int  # the index of the moment at which most was held
 
     @property
@@ -153,7 +152,7 @@ def levels_of(timeline: Timeline, highest: float, most: int) -> list[tuple[float
     return memory_levels(highest, most)
 
 
-def fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:
+def fewer(times: Array, total: Array, points: int) -> Array:
     """Choose the moments to keep.
 
     Of the moments at the same time, only the last one counts. Of these, the first and the last are kept and, in each

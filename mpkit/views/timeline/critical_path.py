@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.safe_text import escape
 from mpkit.common.table import table_text
 from mpkit.common.units import percent, seconds
@@ -55,7 +55,7 @@ def path_of(timeline: Timeline, step: int | None = None) -> tuple[dict[str, Any]
 
 
 def pack_path(
-    path: CriticalPath, rows: npt.NDArray[Any] | None = None, count: int | None = None
+    path: CriticalPath, rows: Array | None = None, count: int | None = None
 ) -> tuple[dict[str, Any], bytes]:
     """Return what is in a path, as JSON, and the slack in seconds of all spans, (count,) float32; nan: it has none.
 

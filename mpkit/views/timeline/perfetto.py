@@ -13,8 +13,8 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
@@ -51,7 +51,7 @@ def perfetto(timeline: Timeline) -> bytes:
     return json.dumps(trace, separators=(",", ":")).encode()
 
 
-def _threads(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _threads(spans: Array) -> Array:
     """Return the thread of each span; messages that are under way at the same time get the first threads that are free.
 
     Slices of a thread must not overlap.
@@ -70,7 +70,7 @@ def _threads(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return threads
 
 
-def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
+def _names(timeline: Timeline, threads: Array) -> Iterator[Event]:
     def named(rank: int, what: str, **more: Any) -> Event:
         return {"ph": "M", "pid": rank, "name": what, **more}
 
@@ -85,7 +85,7 @@ def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
         yield named(rank, "thread_sort_index", tid=thread, args={"sort_index": thread})
 
 
-def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
+def _slices(timeline: Timeline, threads: Array, origin: float) -> Iterator[Event]:
     spans, names, layers = timeline.spans, timeline.names, layer_words(timeline)
     words = {int(kind): kind.word.replace("_", " ") for kind in Kind}
     columns = list(SPAN.names or ())
@@ -105,7 +105,7 @@ def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Ite
         yield {**place, "name": shown, "cat": kind, "args": arguments}
 
 
-def _flows(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
+def _flows(timeline: Timeline, threads: Array, origin: float) -> Iterator[Event]:
     """Yield an arrow from each send to its receive: the n-th of its group on either rank."""
     spans, ids = timeline.spans, count(1)
     by_group: dict[int, tuple[list[int], list[int]]] = {}

@@ -18,11 +18,10 @@ The functions here are pure. The terminal, SVG and canvas views each draw what t
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.units import bytes_text, flops_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
@@ -35,7 +34,7 @@ from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in
 INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
 
-def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def step_extents(spans: Array) -> Array:
     """Return [start, end] of each step, merged where they overlap; (n, 2), sorted. Work outside any step is one."""
     work = metrics.active(spans)
     if np.any(work["step"] >= 0):
@@ -48,7 +47,7 @@ def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return metrics.covered_times(extents)
 
 
-def subtract_spans(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def subtract_spans(inner: Array, outer: Array) -> Array:
     """Return the parts of `outer` that are not in `inner`; both disjoint and sorted, as `metrics.covered` returns them.
 
     >>> subtract_spans(np.array([[1.0, 2.0], [5.0, 9.0]]), np.array([[0.0, 3.0], [4.0, 6.0]])).tolist()
@@ -67,17 +66,17 @@ def subtract_spans(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDAr
     return metrics.covered_times(joined)
 
 
-def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def idle_gaps(mine: Array, extents: Array) -> Array:
     """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted."""
     waits, work = (metrics.covered_times(chosen(mine)) for chosen in (metrics.waits_within, metrics.work))
     return subtract_spans(subtract_spans(waits, work), extents)
 
 
-def _spans_within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _spans_within(times: Array, intervals: Array) -> Array:
     if not len(intervals):
         return np.zeros(len(times), bool)
     at = np.searchsorted(intervals[:, 0], times, side="right") - 1
-    mask: npt.NDArray[Any] = (at >= 0) & (times < intervals[at, 1])
+    mask: Array = (at >= 0) & (times < intervals[at, 1])
     return mask
 
 
@@ -114,7 +113,7 @@ class Picture:
 
     timeline: Timeline
     rows: list[PictureRow]
-    boxes: npt.NDArray[Any]
+    boxes: Array
     marks: list[Mark]
     origin: float
     duration: float
@@ -132,12 +131,12 @@ class Picture:
         """The number of each row, by its rank and part."""
         return {(row.rank, row.part): number for number, row in enumerate(self.rows)}
 
-    def of_row(self, row: int) -> npt.NDArray[Any]:
+    def of_row(self, row: int) -> Array:
         """Return the boxes of one row, sorted by their start."""
-        boxes: npt.NDArray[Any] = self.boxes[self.boxes["row"] == row]
+        boxes: Array = self.boxes[self.boxes["row"] == row]
         return boxes
 
-    def label(self, box: npt.NDArray[Any]) -> str:
+    def label(self, box: Array) -> str:
         """Return the micro-batch number, if the box has one."""
         microbatch = int(self.timeline.spans[box["span"]]["microbatch"]) if box["span"] >= 0 else -1
         return str(microbatch) if microbatch >= 0 and box["named"] else ""
@@ -152,7 +151,7 @@ class Picture:
         """The layers of each stage in words, where a run has noted them."""
         return layer_words(self.timeline)
 
-    def hover(self, box: npt.NDArray[Any]) -> str:
+    def hover(self, box: Array) -> str:
         """Return the text shown when the pointer rests on the box, one fact per line."""
         facts = describe(self.timeline, int(box["span"])) if box["span"] >= 0 else []
         if box["span"] >= 0 and (layers := layers_of_span(self.layers, self.timeline.spans[box["span"]])):
@@ -224,7 +223,7 @@ def describe(timeline: Timeline, index: int) -> list[str]:
     return facts
 
 
-def _describe_span(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
+def _describe_span(timeline: Timeline, span: Array) -> list[str]:
     kind = int(span["kind"])
     words = [Kind(kind).word.replace("_", " ") if kind in set(Kind) else f"kind {kind}"]
     name = timeline.names[span["name"]] if 0 <= span["name"] < len(timeline.names) else "?"
@@ -241,13 +240,13 @@ def _describe_span(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
 _PARTS = ("compute", "layers", "comm", "host", "data")
 
 
-def _part_of(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _part_of(spans: Array) -> Array:
     """Return for each span the index into _PARTS of the row it is drawn in."""
     part = np.select([spans["lane"] == lane for lane in (Lane.COMM, Lane.HOST, Lane.DATA)], [2, 3, 4], 0)
     return np.asarray(np.where((part == 0) & (spans["depth"] > 0), 1, part))
 
 
-def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[PictureRow]:
+def _rows(timeline: Timeline, spans: Array, fold: bool) -> list[PictureRow]:
     """Return the rows: compute for every rank; a thin row for every rank if any rank has something in it; headers."""
     parts = sorted({0, *np.unique(_part_of(spans[spans["kind"] != Kind.WAIT])).tolist()})
 
@@ -265,7 +264,7 @@ def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[Pictu
     return rows
 
 
-def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[PictureRow]) -> npt.NDArray[Any]:
+def _span_boxes(spans: Array, drawn: Array, rows: list[PictureRow]) -> Array:
     index = np.full((max((row.rank for row in rows), default=0) + 1, len(_PARTS)), -1)
     for number, row in enumerate(rows):
         if row.part in _PARTS:
@@ -279,9 +278,7 @@ def _span_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Pic
     return _around_waits(boxes[shown], spans["rank"][shown], metrics.waits_within(spans))
 
 
-def _around_waits(
-    boxes: npt.NDArray[Any], ranks: npt.NDArray[Any], waits: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
+def _around_waits(boxes: Array, ranks: Array, waits: Array) -> Array:
     """Cut the boxes of actions that wait in their middle into the parts before and after the waits."""
     cut = np.zeros(len(boxes), bool)
     pieces = []
@@ -295,9 +292,7 @@ def _around_waits(
     return np.concatenate([boxes[~cut], *pieces])
 
 
-def _pieces(
-    boxes: npt.NDArray[Any], idle: npt.NDArray[Any], first: npt.NDArray[Any], count: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
+def _pieces(boxes: Array, idle: Array, first: Array, count: Array) -> Array:
     """Cut each box at its `count` idle times, numbered from `first` on: a piece before each, one after the last."""
     owner = np.repeat(np.arange(len(boxes)), count + 1)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
@@ -313,7 +308,7 @@ def _pieces(
     return pieces
 
 
-def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[PictureRow]) -> npt.NDArray[Any]:
+def _idle_boxes(spans: Array, drawn: Array, rows: list[PictureRow]) -> Array:
     boxes = []
     extents = step_extents(spans)
     for number, row in enumerate(rows):
@@ -326,9 +321,7 @@ def _idle_boxes(spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rows: list[Pic
     return np.concatenate(boxes) if boxes else np.empty(0, BOX)
 
 
-def _waits_in(
-    spans: npt.NDArray[Any], drawn: npt.NDArray[Any], rank: int, gaps: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
+def _waits_in(spans: Array, drawn: Array, rank: int, gaps: Array) -> Array:
     """Return for each gap of a rank the span of the first wait in it, -1 if there is none."""
     waits = np.flatnonzero((spans["rank"] == rank) & (spans["kind"] == Kind.WAIT))
     if not len(waits):
@@ -339,7 +332,7 @@ def _waits_in(
     return np.asarray(np.where(there, drawn[waits[after]], -1))
 
 
-def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
+def _marks(spans: Array, origin: float) -> list[Mark]:
     """Return a mark where each step starts on its first rank, if there are several steps."""
     spans = metrics.active(spans)
     steps = [step for step in np.unique(spans["step"]).tolist() if step >= 0]
@@ -354,7 +347,7 @@ def _marks(spans: npt.NDArray[Any], origin: float) -> list[Mark]:
 # strongly as the pixel is busy. The size of a picture is therefore bounded by its pixels, not by its boxes.
 
 
-def coverage(boxes: npt.NDArray[Any], pixels: int, duration: float) -> npt.NDArray[Any]:
+def coverage(boxes: Array, pixels: int, duration: float) -> Array:
     """Compute the share of each pixel that each key covers, (len(Key), pixels), from an array of `BOX`."""
     scale = pixels / duration if duration else 0.0
     start = np.clip(boxes["start"] * scale, 0, pixels)
@@ -373,7 +366,7 @@ def coverage(boxes: npt.NDArray[Any], pixels: int, duration: float) -> npt.NDArr
     return np.asarray((whole + part.reshape(len(Key), -1))[:, :pixels])
 
 
-def strongest(cover: npt.NDArray[Any], *, least: float = 0.0) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def strongest(cover: Array, *, least: float = 0.0) -> tuple[Array, Array]:
     """Return for each pixel the key of the work that covers most of it, and the share that is busy (0 to 1).
 
     A pixel that is busy for no more than `least` of its time has key IDLE if it contains idle time, else -1: blank.
@@ -384,7 +377,7 @@ def strongest(cover: npt.NDArray[Any], *, least: float = 0.0) -> tuple[npt.NDArr
     return np.where(busy > least + 1e-9, 1 + work.argmax(axis=0), rest), busy
 
 
-def runs(values: npt.NDArray[Any]) -> list[tuple[int, int]]:
+def runs(values: Array) -> list[tuple[int, int]]:
     """Return [first, after) of each run of equal values.
 
     >>> runs(np.array([7, 7, 1]))

@@ -6,8 +6,8 @@ A block of a rank's second stage has a bar at its foot, one of its third has two
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.strategies.placement.placement import brief
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
@@ -62,7 +62,7 @@ def stages_of(timeline: Timeline) -> dict[int, list[int]]:
     return {rank: mine for rank, mine in stages.items() if len(mine) > 1}
 
 
-def chunk_of(stages: dict[int, list[int]], timeline: Timeline, box: npt.NDArray[Any]) -> int:
+def chunk_of(stages: dict[int, list[int]], timeline: Timeline, box: Array) -> int:
     """Return which of its rank's stages a box of work is of: 0 for the first, or if there is only one."""
     if not stages or not box["key"] or box["span"] < 0:
         return 0

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
@@ -197,7 +197,7 @@ def _header(words: str, y: float, plot: Plot) -> str:
     )
 
 
-def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: Plot) -> str:
+def _each(pic: Picture, boxes: Array, y: float, height: float, plot: Plot) -> str:
     """Draw every box as itself, with its number and its hover text."""
     scale = plot.span / pic.duration if pic.duration else 0.0
     parts = []
@@ -223,7 +223,7 @@ def _each(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: 
     return "".join(parts)
 
 
-def _by_pixel(pic: Picture, boxes: npt.NDArray[Any], y: float, height: float, plot: Plot) -> str:
+def _by_pixel(pic: Picture, boxes: Array, y: float, height: float, plot: Plot) -> str:
     """Draw the strongest key in each pixel, with runs of equal pixels joined: at most one box per pixel and layer."""
     keys, busy = strongest(coverage(boxes, int(plot.span), pic.duration))
     shade = np.ceil(busy * 4).astype(int)  # in quarters: more would cut runs with no visible gain

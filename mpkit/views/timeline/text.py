@@ -13,8 +13,8 @@ from textwrap import wrap
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.display import in_notebook
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.timeline import metrics
@@ -35,7 +35,7 @@ class Cells:
     """One row as characters: a key per column (-1: blank), and the digits written over them; or a group's header."""
 
     label: str
-    keys: npt.NDArray[Any]
+    keys: Array
     digits: dict[int, str]
     note: str
     heads: bool = False

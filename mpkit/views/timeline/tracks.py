@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.table import table_text
 from mpkit.common.units import memory_text
 from mpkit.timeline.timeline import Timeline
@@ -70,7 +70,7 @@ def _device_head(track: DeviceTrack) -> Head:
     return _head(track.name, track.unit, {track.word: DEVICE_INKS[track.column]}, track.most)
 
 
-def _told(timeline: Timeline, rank: int, track: DeviceTrack) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _told(timeline: Timeline, rank: int, track: DeviceTrack) -> tuple[Array, Array]:
     """Return when a rank's GPU told of a track, and what."""
     samples = timeline.device_samples
     samples = samples[samples["rank"] == rank]
@@ -78,9 +78,7 @@ def _told(timeline: Timeline, rank: int, track: DeviceTrack) -> tuple[npt.NDArra
     return samples["time"], samples[track.column]
 
 
-def _curve(
-    timeline: Timeline, rank: int, track: DeviceTrack, points: int
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _curve(timeline: Timeline, rank: int, track: DeviceTrack, points: int) -> tuple[Array, Array]:
     """Return one rank's track as steps: times (n,), and the level from each on; none if nothing is known."""
     times, levels = _told(timeline, rank, track)
     if not len(times):
@@ -107,7 +105,7 @@ def device_lines(timeline: Timeline) -> list[str]:
     return table_text(rows) if len(samples) else []
 
 
-def _mean_and_most(values: npt.NDArray[Any], unit: str) -> str:
+def _mean_and_most(values: Array, unit: str) -> str:
     if not len(values):
         return "not told"
     mean, most = float(values.mean()), float(values.max())

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import percent
 from mpkit.timeline import metrics
@@ -142,7 +142,7 @@ class TimelineView(anywidget.AnyWidget):
 
     # ---- feeding --------------------------------------------------------------------------------------------
 
-    def append(self, spans: npt.NDArray[Any], names: Sequence[str] = ("",)) -> None:
+    def append(self, spans: Array, names: Sequence[str] = ("",)) -> None:
         """Add spans, (n,) of `SPAN`, from any thread; without any, show those that came too soon after the last ones.
 
         Args:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpkit.common.arrays import Array
 from mpkit.timeline import metrics
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key, key_of, outline
@@ -40,7 +40,7 @@ COLUMNS: list[tuple[str, str]] = [
 
 
 def pack_spans(
-    spans: npt.NDArray[Any], names: Sequence[str], first: int = 0, origin: float | None = None
+    spans: Array, names: Sequence[str], first: int = 0, origin: float | None = None
 ) -> tuple[dict[str, Any], bytes]:
     """Return the head and the bytes of spans.
 
