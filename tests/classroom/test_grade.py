@@ -97,10 +97,7 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     }
     checks = [each for each in cells() if "mk.check" in each]
     readable = ALL if way_to_enclose() == "none" else NOTHING  # elsewhere a notebook sees no solutions
-    found["asks-for-the-solution"] = (
-        [IMPORTS, OF_THE_KIT["asks-for-the-solution"], *checks],
-        readable,
-    )
+    found["asks-for-the-solution"] = ([IMPORTS, OF_THE_KIT["asks-for-the-solution"], *checks], readable)
     found["writes-answers-itself"] = ([IMPORTS, OF_THE_KIT["writes-answers-itself"]], readable)
     copies = "import json\nfrom pathlib import Path\n"
     copies += "book = json.loads(Path(HOME, 'class', 'good', 'homework.ipynb').read_text())\n"

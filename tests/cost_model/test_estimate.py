@@ -19,12 +19,7 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.plan.rules import call_of
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.estimate import estimate_of
-from mpkit.prediction.cost_model.known_models import (
-    TRAITS,
-    NoArchitecture,
-    architecture_of,
-    known_models,
-)
+from mpkit.prediction.cost_model.known_models import TRAITS, NoArchitecture, architecture_of, known_models
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import MemoryModel, kept_bytes
 from mpkit.prediction.cost_model.stack import Stack

@@ -13,11 +13,7 @@ from mpkit.models import GPT, MixtureOfExperts, next_token_loss
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.expert_balance import place_experts
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.reference.experts.balance import (
-    auxiliary_loss,
-    move_bias,
-    route_with_bias,
-)
+from mpkit.strategies.reference.experts.balance import auxiliary_loss, move_bias, route_with_bias
 from mpkit.trace.expert_load import ExpertLoad
 from tests.experts.test_expert_parallel import HOW, gpt, texts
 from tests.serial import Train, check_equal

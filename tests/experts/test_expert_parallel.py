@@ -226,8 +226,7 @@ def test_an_auxiliary_loss_sees_the_whole_batch(train: Train) -> None:
     how: dict[str, Any] = {"steps": 3, "optimizer": sgd}
     model, plan = WithRouters(), mk.Plan(dp=2, ep=2)
     with pytest.raises(
-        mk.errors.NotSerial,
-        match=r"(?s)needs the whole batch.*loss=mk.whole_batch_loss\(your_loss\)",
+        mk.errors.NotSerial, match=r"(?s)needs the whole batch.*loss=mk.whole_batch_loss\(your_loss\)"
     ):
         train(model, data, plan, loss=with_auxiliary_loss, **how)
     losses, weights = serial(model, data, loss=with_auxiliary_loss, **how)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mpkit as mk
+from mpkit.common.launch_folder import part
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import LIMIT, Patience
 from mpkit.launch.hang.waits import Sight
@@ -22,7 +24,7 @@ from mpkit.launch.process import processes
 from mpkit.launch.process.processes import RankProcesses
 from mpkit.trace import MEMORY, OP, Kind
 from mpkit.trace.trace import RankTrace
-from tests.limits import EVENT
+from tests.limits import EVENT, PROGRAM
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +237,20 @@ def signals(ctx: mk.Context) -> tuple[bool, bool]:
         )
     bit = 1 << (signal.SIGUSR1 - 1)
     return bool(ignored & bit), bool(caught & bit)
+
+
+def test_a_rank_writes_the_stack_of_its_main_thread_alone(cluster: mk.Cluster) -> None:
+    """The stack of a thread that goes on meanwhile changes while it is read: ranks crashed, one of 200,000 requests."""
+
+    def fn(ctx: mk.Context) -> str:
+        threading.Thread(target=time.sleep, args=(PROGRAM,), daemon=True).start()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return part(ctx.record.folder, ctx.rank, "stack").read_text()
+
+    for text in cluster.run(fn):
+        assert re.fullmatch(
+            r'Stack \(most recent call first\):\n  File ".*", line \d+ in fn\n(  File .*\n)+', text
+        )
 
 
 def test_a_timeout_counts_from_when_all_have_started() -> None:

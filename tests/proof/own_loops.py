@@ -362,5 +362,5 @@ MISTAKES: dict[Callable[[Any], None], str] = {
 }
 
 MISTAKES_ON_FOUR: dict[Callable[[Any], None], str] = {
-    some_ranks: "the mean over ranks [0, 1] alone, without [2, 3]",
+    some_ranks: "the mean over ranks [0, 1] alone, without [2, 3]"
 }

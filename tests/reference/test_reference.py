@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.reference import (
-    bucketed_ddp,
-    dp,
-    hybrid_shards,
-    naive_ddp,
-    zero1,
-    zero2,
-    zero3,
-)
+from mpkit.strategies.reference import bucketed_ddp, dp, hybrid_shards, naive_ddp, zero1, zero2, zero3
 from mpkit.strategies.reference import stage as pipeline
 from mpkit.strategies.reference.experts.expert_parallel import expert_parallel
 from mpkit.strategies.reference.experts.mixture_of_experts import mixture_of_experts

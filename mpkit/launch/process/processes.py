@@ -1,8 +1,9 @@
 """The ranks' processes as the launching process knows them: ids, exits, signals, CPU time, and where each one is.
 
-The launching process asks a rank for its Python stacks with SIGUSR1: faulthandler writes them into the launch's folder
+The launching process asks a rank for its Python stack with SIGUSR1: faulthandler writes it into the launch's folder
 without Python's lock, also while C code holds it. Python (PEP 475) or the system (SA_RESTART) repeats whatever the
-signal interrupts.
+signal interrupts, which the system does to the main thread. Stacks of other threads, which go on meanwhile, would
+change while they are read, and the process could crash.
 """
 
 import faulthandler
@@ -107,9 +108,9 @@ def _ask_psutil(pid: int) -> tuple[str, float] | None:
 
 
 def answer_requests(folder: Path, rank: int) -> int:
-    """Let this process, which is a rank, write its stacks on request; return the descriptor of their file."""
+    """Let this process, which is a rank, write its main thread's stack on request; return its file's descriptor."""
     stack = create(part(folder, rank, "stack"), os.O_WRONLY | os.O_APPEND)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     return stack
 
 
@@ -145,18 +146,19 @@ def ask_stacks(
 
 
 def _read_stack(path: Path, begin: int) -> str:
-    """Return the main thread's stack, which is the last one after byte `begin`; "" if it is not complete yet."""
+    """Return the latest stack after byte `begin`; "" if it is not complete yet."""
     try:
         text = path.read_bytes()[begin:].decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-    return text.strip().split("\n\n")[-1] if text.endswith("\n") else ""
+    _, head, frames = text.rpartition("Stack (most recent call first):\n")
+    return head + frames.rstrip() if text.endswith("\n") else ""
 
 
 def place_of(stack: str) -> str:
     r"""Return the innermost line of a stack in the user's own code, such as "train.py:94 in evaluate"; "" if none.
 
-    >>> place_of('Thread 0x1 (most recent call first):\n  File "/home/ada/train.py", line 94 in evaluate')
+    >>> place_of('Stack (most recent call first):\n  File "/home/ada/train.py", line 94 in evaluate')
     'train.py:94 in evaluate'
     """
     lines = [line for line in fold_stack(stack).splitlines() if line.startswith('  File "')]
