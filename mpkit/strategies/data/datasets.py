@@ -87,8 +87,8 @@ def images(batch: int, steps: int, *, size: int = 16, noise: float = 0.1, seed: 
     """Return grey images of a disc, a square, a ring or a cross of random size and position; the target is the shape.
 
     >>> pictures, shapes = images(batch=6, steps=1)[0]
-    >>> pictures.shape, int(shapes.max()) < 4
-    (torch.Size([6, 1, 16, 16]), True)
+    >>> pictures.shape, int(shapes.max()) < 4, pictures.abs().max().item() < 1.5
+    (torch.Size([6, 1, 16, 16]), True, True)
 
     Returns:
         `steps` pairs of (inputs [batch, 1, size, size] float32, targets [batch] int64 from 0 to 3).
