@@ -33,6 +33,7 @@ if __name__ == "__main__":
     told: dict = {"second_launcher": refusal(lambda: mk.Cluster(4))}
     cluster = mk.Cluster.from_env(device="cpu")
     told["too_many_devices"] = refusal(lambda: mk.Cluster(devices=["cpu"] * 5))
+    told["resized"] = refusal(lambda: cluster.resized(2))
     told["results"] = cluster.run(lambda ctx, x: (ctx.rank, ctx.comm.all_reduce(torch.ones(1)).item() * x), 2)
     run = cluster.train(plan=mk.Plan(dp=4, zero=2), **job())
     told["losses"], told["proof"] = list(run.losses), str(run.proof)

@@ -60,6 +60,7 @@ def test_mistakes_are_the_same_error_on_every_rank(told: list[dict[str, Any]]) -
     for rank, each in enumerate(told):
         assert "mk.Cluster.from_env()" in each["second_launcher"]
         assert "names 5 devices, and the launcher has started 4 ranks on the node" in each["too_many_devices"]
+        assert "the launcher has started 4 ranks, and 2 are asked for" in each["resized"]
         assert each["wrong_size"] == told[0]["wrong_size"] and "the cluster has 4" in each["wrong_size"]
         assert each["weights_differ"] == told[0]["weights_differ"]
         assert "torch.manual_seed(0) before it is made" in each["weights_differ"]
