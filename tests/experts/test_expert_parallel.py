@@ -104,6 +104,7 @@ def test_the_matrix_of_bytes_is_that_of_the_tokens(train: Train, tmp_path: Path,
         next(row for row in timeline.comm_volume(rank=rank).rows if row.axis == "ep") for rank in range(4)
     ]
     assert all(row.wire == row.even for row in sent)
+    assert sum(row.wire for row in sent) == pytest.approx(sum(row.expected or 0 for row in sent))
     # ---- parts that no run sends
     for name, value in (("op", 0), ("member", 4), ("bytes", 2**40)):
         damaged = run.trace.ranks[0].sent_parts.copy()
