@@ -176,7 +176,7 @@ def test_what_is_assumed_of_the_runs_own_machine_is_said_once() -> None:
     own = Trace([rank, rank], {"world_size": 2, "device": "cpu", "hardware": "cpu"})
     assert not any("messages over" in note for note in mk.Timeline.of(own, clock="virtual").notes)
     assert "a link model" in mk.Timeline.of(own, clock="virtual").basis.assumed
-    assert any("messages over" in note for note in mk.Timeline.of(own, "cpu").notes)
+    assert any("s (measured on the kit's test machine)" in note for note in mk.Timeline.of(own, "cpu").notes)
 
 
 def test_a_rank_that_waits_for_what_another_computes_depends_on_it() -> None:

@@ -13,6 +13,8 @@ class Pace:
     >>> pace, calls = Pace(60.0), []
     >>> pace(lambda: calls.append(1)), pace(lambda: calls.append(2)), calls
     (True, False, [1])
+    >>> Pace(60.0, first=60.0)(print)
+    False
     """
 
     def __init__(self, pause: float, first: float = 0.0) -> None:
