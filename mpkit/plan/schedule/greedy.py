@@ -54,6 +54,9 @@ def greedy(stage_to_rank: Sequence[int], m: int, costs: ActionCosts, policy: Pol
     >>> costs = ActionCosts([1, 1], [1, 1], [1, 1], hop=0, max_live=[2, 2])
     >>> greedy([0, 1], 3, costs, Policy("deep", "I", lead=[0, 0], patience=0, limit=[2, 2]))[0]
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
+    >>> policy = Policy("deep", "F", lead=[0], patience=0, limit=[2])
+    >>> greedy([0], 2, ActionCosts([1], [1], [1], hop=0, max_live=[2]), policy)[0]  # no W while an I is ready
+    [0F0, 0F1, 0I0, 0I1, 0W0, 0W1]
     """
     ranks = [_Rank(rank, stage_to_rank, m, costs, policy) for rank in range(max(stage_to_rank) + 1)]
     events = [(0.0, rank) for rank in range(len(ranks))]  # when a rank may have something to do
@@ -102,7 +105,7 @@ class _Rank:
         forward, f_at = self._ready("F", now)
         backward, i_at = self._ready("I", now)
         weight = self._weight_grad()
-        if weight is not None and self._ahead > self._lead and (backward is None or i_at > now):
+        if weight is not None and self._ahead > self._lead and i_at > now:
             return weight
         ready = {a.kind: a for a, at in ((forward, f_at), (backward, i_at)) if a is not None and at <= now}
         if ready:
