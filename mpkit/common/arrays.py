@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
-"""Numbers, or records such as the ops of a trace and the spans of a timeline."""
+"""An array of numbers, or of records such as the ops of a trace and the spans of a timeline."""
 
 Numbers: TypeAlias = Any
 """A number, or an array of one for each plan."""

@@ -2,8 +2,8 @@
 
 The launching process asks a rank for its Python stack with SIGUSR1: faulthandler writes it into the launch's folder
 without Python's lock, also while C code holds it. Python (PEP 475) or the system (SA_RESTART) repeats whatever the
-signal interrupts, which the system does to the main thread. Stacks of other threads, which go on meanwhile, would
-change while they are read, and the process could crash.
+signal interrupts. Only the main thread's stack is written: other threads go on meanwhile, and to read a stack that
+changes can crash the process.
 """
 
 import faulthandler
