@@ -14,6 +14,7 @@ computes dx. So a layer keeps s b h (34/t + 5 a s/(h t)) bytes: Korthikanti et a
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class _Columns(torch.autograd.Function):
         # ---- dx, start
         placeholder = None
         if ctx.needs_input_grad[1]:
-            dx: Any = sum(dys[i] @ (weights[i].t() if across[i] else weights[i]) for i in called)
+            parts: Any = (dys[i] @ (weights[i].t() if across[i] else weights[i]) for i in called)
+            dx = reduce(torch.add, parts)  # `sum` would begin with 0, and copy the first part
             if sequence:
                 pending.append(group.reduce_scatter(by_parts(dx, group.size), async_op=True))
             else:
