@@ -75,11 +75,13 @@ def test_the_matrix_of_bytes_is_that_of_the_tokens(train: Train, tmp_path: Path,
     run = train(
         gpt(heads=2, vocab=32), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **{**HOW, "steps": 2}
     )
+    assert run.placement().part("block1.mlp.experts.up", 3) == {4: "expert 3", 2: "experts 2-3"}[plan.ep]
     rows = np.zeros((4, 4))
     for layer in run.trace.expert_load.sent:
         routes = run.token_routes(layer)
         for (i, sender), (j, receiver) in product(enumerate(routes.ranks), enumerate(routes.ranks)):
             rows[sender, receiver] += routes.matrix[i, j]
+            assert f"rank {sender} has {routes.matrix[i].sum():.0f} rows" in routes.to_svg()
     np.fill_diagonal(rows, 0)
     # a row of 12 numbers of 8 bytes goes there and back, and its gradient
     expected = 2 * 12 * 8 * (rows + rows.T)

@@ -269,6 +269,7 @@ def test_three_dimensions_on_two_nodes() -> None:
     assert found.nodes == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert found.layers_of(3) == STAGES[0] and found.layers_of(4) == STAGES[1]
     assert found.part("block2.mlp.up.weight", 5) == "rows 4-7" and found.part("head", 5) == ""
+    assert found.to_svg().count("block0.mlp.up.weight: rows 0-3") == 2  # of ranks 0 and 2
     assert [(talk.axis, talk.crosses, talk.link and talk.link.name) for talk in found.talks] == [
         ("tp", False, "NVLink 4"),
         ("dp", False, "NVLink 4"),

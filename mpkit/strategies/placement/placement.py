@@ -4,6 +4,7 @@
     dp   replicas hold the same parameters, or under ZeRO a shard of them
     cp   ranks that share a sequence hold the same parameters, too
     tp   a rank holds some rows or columns of a divided layer
+    ep   a rank holds some of a layer's experts
 
 Where a plan would put a model, and where a run has put one: both are a `Placement`.
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Parts = Mapping[str, Sequence[str]]
-"""What each tp rank holds of a parameter, such as "rows 0-3"."""
+"""What each rank along tp or ep holds of a parameter, such as "rows 0-3"."""
 
 STATES = ("parameters", "gradients", "optimizer states")
 """The model states, in the order of the ZeRO paper's figure 1."""
@@ -79,7 +80,7 @@ class Placement(DrawnResult):
         mesh: the mesh of the ranks.
         stages: the names of the layers, by stage; empty if no model is known.
         holders: by stage, the place along pp that holds it.
-        shards: what tp divides; see `Parts`.
+        shards, experts: what tp and ep divide; see `Parts`.
         hardware: the machine with its nodes and links; None if not given.
         notes: remarks for the reader.
         zero: the ZeRO stage; 0 if all replicas hold the same.
@@ -94,6 +95,7 @@ class Placement(DrawnResult):
     notes: tuple[str, ...] = ()
     zero: int = 0
     shares: tuple[Share, ...] = ()
+    experts: Parts = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -115,8 +117,11 @@ class Placement(DrawnResult):
         return [name for stage in self.stages_of(rank) for name in self.stages[stage]] if self.stages else []
 
     def part(self, name: str, rank: int) -> str:
-        """Describe which part of a divided layer a rank holds; "" if the layer is not divided."""
-        return self.shards[name][self.mesh.place(rank).tp] if name in self.shards else ""
+        """Describe which part of a divided parameter a rank holds; "" if the rank does not hold it, or holds all."""
+        if self.stages and not any(name.startswith(f"{layer}.") for layer in self.layers_of(rank)):
+            return ""
+        axes = [(axis, of[name]) for axis, of in (("ep", self.experts), ("tp", self.shards)) if name in of]
+        return ", ".join(parts[self.mesh.group(rank, axis).index(rank)] for axis, parts in axes)
 
     def node_of(self, rank: int) -> int:
         """Return the number of the rank's node; 0 if no hardware was given."""
@@ -151,7 +156,7 @@ class Placement(DrawnResult):
 def place(
     mesh: Mesh, stages: Sequence[Sequence[str]] = (), shards: Parts | None = None,
     hardware: Hardware | str | None = None, *, holders: Sequence[int] | None = None, notes: Sequence[str] = (),
-    zero: int = 0, shares: Sequence[Share] = (),
+    zero: int = 0, shares: Sequence[Share] = (), experts: Parts | None = None,
 ) -> Placement:  # fmt: skip
     """Return the placement of a mesh, and of a model's stages and shards; see `Placement` for the arguments.
 
@@ -178,7 +183,9 @@ def place(
     groups = mesh.groups("tp") if mesh.tp > 1 else []
     unwise = "" if machine is None else spans_nodes(groups, machine.node_of, machine.per_node)
     told = (*notes, *filter(None, (unwise,)))
-    return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, told, zero, tuple(shares))
+    return Placement(
+        mesh, tuple(map(tuple, stages)), held, shards or {}, machine, told, zero, tuple(shares), experts or {}
+    )
 
 
 def brief(names: Sequence[str]) -> str:
@@ -217,22 +224,40 @@ def placement(
     if stages is None:
         stages, notes = _stages(plan, model)
     shards = shards_by(plan, model) if plan.tp > 1 else None
+    experts = experts_by(plan, model) if plan.ep > 1 else None
     shares = shares_of(plan, model) if plan.zero and plan.pp == plan.tp == plan.ep == 1 else ()
     return place(
-        plan.mesh, stages, shards, hardware, holders=holders, notes=notes, zero=plan.zero, shares=shares
-    )
+        plan.mesh, stages, shards, hardware,
+        holders=holders, notes=notes, zero=plan.zero, shares=shares, experts=experts,
+    )  # fmt: skip
 
 
 def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
     """Describe what each tp rank holds of a model's parameters, such as "rows 0-3", by the parameter's name."""
     from mpkit.strategies.comm.fake_group import FakeGroup
+    from mpkit.strategies.experts.divide import find_experts
     from mpkit.strategies.tensor.known_plans import find_tensor_plan
     from mpkit.strategies.tensor.resolve import check
     from mpkit.strategies.tensor.shards import shards_of
 
     tensor = check(model, plan.tp, plan.tensor or find_tensor_plan(model))
     of = [shards_of(model, FakeGroup(plan.tp, index), tensor).found for index in range(plan.tp)]
-    return {name: [_words(shards[name]) for shards in of] for name in of[0]}
+    whole = find_experts(model) if plan.ep > 1 and plan.etp != plan.tp else {}
+    found = [name for name in of[0] if not any(name.startswith(f"{experts}.") for experts in whole)]
+    return {name: [_words(shards[name]) for shards in of] for name in found}
+
+
+def experts_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
+    """Describe which experts each rank along ep holds, such as "experts 0-3", by the parameter's name."""
+    from mpkit.strategies.experts.divide import check_experts_of, find_experts, number_of_experts
+
+    check_experts_of(model, plan)
+    parts: dict[str, list[str]] = {}
+    for name, module in find_experts(model).items():
+        n = number_of_experts(module) // plan.ep
+        held = [f"experts {i * n}-{i * n + n - 1}" if n > 1 else f"expert {i}" for i in range(plan.ep)]
+        parts |= {parameter: held for parameter, _ in module.named_parameters(name)}
+    return parts
 
 
 def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:

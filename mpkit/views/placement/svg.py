@@ -199,7 +199,9 @@ def _rank(placement: Placement, rank: int, box: RankBox) -> str:
     mesh, roomy = placement.mesh, box.wide >= 84
     at = place_text(mesh, rank)
     parts = [
-        f"{name}: {placement.part(name, rank)}" for name in placement.shards if placement.part(name, rank)
+        f"{name}: {placement.part(name, rank)}"
+        for name in {**placement.shards, **placement.experts}
+        if placement.part(name, rank)
     ]
     told = "\n".join([f"rank {rank}  {at}", *[brief(placement.layers_of(rank))], *parts[:40]])
     lines = [
@@ -248,7 +250,8 @@ def _divided(placement: Placement, y: float, width: float) -> tuple[list[str], f
     layers = divided_layers(placement)
     if not layers:
         return [], y
-    heads = [f"tp{i}" for i in range(placement.mesh.tp)] if any(len(held) > 1 for _, held in layers) else []
+    some = any(len(held) > 1 for _, held in layers) and not placement.experts  # whose parts are along ep
+    heads = [f"tp{i}" for i in range(placement.mesh.tp)] if some else []
     rows = [[divided_heading(placement), *heads], *([name, *held] for name, held in layers[:ROWS])]
     parts, y = _grid(rows, y + 8, width, len(layers) - ROWS)
     return parts, y + 26

@@ -133,16 +133,15 @@ def divided_heading(placement: Placement) -> str:
 
 
 def divided_layers(placement: Placement) -> list[tuple[str, list[str]]]:
-    """Return what tp and ep divide: the names of layers, and for each the part of every tp rank.
+    """Return what tp and ep divide: the names of layers, and for each the parts of the ranks along that axis.
 
     Layers that differ only in numbers and are divided in the same way are put together, with a * for the number. Biases
     are included in their weights.
     """
     lines: dict[tuple[str, ...], None] = {}
-    for name in placement.shards:
+    for name, parts in (*placement.shards.items(), *placement.experts.items()):
         layer = name.removesuffix(".weight")
         if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in placement.shards:
             continue
-        parts = [placement.part(name, rank) for rank in range(placement.mesh.tp)]
         lines[(re.sub(r"\d+", "*", layer), *parts)] = None
     return [(name, parts if len(set(parts)) > 1 else parts[:1]) for name, *parts in lines]
