@@ -97,7 +97,7 @@ def test_strong_scaling_keeps_the_batch(clusters: Clusters) -> None:
         assert row.efficiency == pytest.approx(row.speed_up / row.ranks)
         assert row.exposed >= 0
     assert str(found).startswith("strong scaling: 240 samples per batch")
-    assert len(str(found).splitlines()) == 6
+    assert len(str(found).splitlines()) == 6 and found.to_svg().count(" samples/s, speed-up ") == 3
 
 
 # ---- The Hugging Face guide's experiment, put on the clock of its machine.

@@ -30,6 +30,8 @@ class AttentionWork(DrawnResult):
     >>> work = AttentionWork(np.array([[20.0, 68.0]]), first=0, groups=[(0, 1)])
     >>> work.by_rank, round(work.imbalance, 3)
     ([20.0, 68.0], 1.545)
+    >>> "68, 1.55 x mean" in work.to_svg()
+    True
 
     Args:
         pairs: [steps, ranks], the pairs of a query and a key that each rank computed.

@@ -71,8 +71,8 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     torch.manual_seed(0)
     plan = mk.Plan(**how)
     model = GPT(vocab=33, layers=plan.stages + 1, width=12, heads=3, length=12)
-    how = {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
-    run = train(model, tokens(7, 12, 33), plan, **how)
+    run = train(model, tokens(7, 12, 33), plan, loss=next_token_loss, optimizer=sgd, steps=2)
+    assert plan.cp == 1 or run.attention_work.by_rank == [2 * 7 * (12 * 13 // 2)] * 3  # one head each
     degrees = {axis for axis in plan.mesh.axes if getattr(plan.mesh, axis) > 1}
     shards = join_axes(axis for axis in plan.mesh.parts("dp_shard", "cp") if axis in degrees)
     axes = degrees - {"dp", "dp_shard"} | {shards} - {""}
