@@ -11,7 +11,6 @@ tp has its own.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -33,7 +32,7 @@ from mpkit.strategies.partition.value import LayerNumbers, SharedWeight
 from mpkit.strategies.prepare.copies import copy_model
 from mpkit.strategies.prepare.observe import observe
 from mpkit.strategies.prepare.partition import partition_model
-from mpkit.strategies.runtime.local_model import attention_over, localize
+from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.stage.shard import ShardedModel
 
 Loss = Callable[[Any, Any], Any]
@@ -62,7 +61,7 @@ def resolve(
         observe(
             each.model, shapes, sends_of_loss if each is copies[0] else loss, plan,
             counts=plan.stages == 1 or is_chain(each.model), halves=schedule.splits_backward, cut=each.cut,
-            attention=each.attention,
+            attention=each.sharded.attention,
         )
         for each in copies
     ]  # fmt: skip
@@ -74,7 +73,7 @@ def resolve(
         for place, each in enumerate(copies):
             made = partition_model(
                 each.model, shapes, plan, loss,
-                relays=not by_name, cut=each.cut, attention=each.attention, like=like,
+                relays=not by_name, cut=each.cut, attention=each.sharded.attention, like=like,
             )  # fmt: skip
             partitions[place], like = made, like or made
     stages, placed, held, shared = _lay_out(
@@ -101,7 +100,6 @@ class LocalCopy:
     model: nn.Module  # the caller's own if nothing is divided
     sharded: ShardedModel
     cut: Callable[[Value], Value]  # returns the rank's part of inputs or targets
-    attention: Callable[[], AbstractContextManager[Any]]  # returns the context in which its forward runs
     tp: FakeGroup  # the group with which it shares its layers
 
     @property
@@ -125,8 +123,7 @@ def _local_copy(model: nn.Module, plan: Plan, schedule: Schedule, place: int) ->
         local = copy_model(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
         sharded = localize(local, plan, schedule, groups.__getitem__)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    attention = attention_over(plan, groups.__getitem__, sharded.draws)
-    return LocalCopy(local, sharded, cut, attention, groups["tp"])
+    return LocalCopy(local, sharded, cut, groups["tp"])
 
 
 def _copies_along(tp: int, copy_for: Callable[[int], LocalCopy]) -> list[LocalCopy]:

@@ -3,6 +3,7 @@
     shard       tensor parallelism: parameters replaced by this rank's parts (`mpkit.strategies.tensor`)
     experts     expert parallelism: likewise, by expert (`mpkit.strategies.experts`)
     positions   context parallelism: the model is given the positions of its tokens (`mpkit.strategies.context`)
+    attention   the context manager of a forward, in which attention is over whole sequences
 
 A rank does this with its process groups, and the parent's dry run does the same with fake ones.
 """
@@ -24,9 +25,6 @@ from mpkit.strategies.context.sequence import shift_positions
 from mpkit.strategies.experts.divide import divide_experts, find_experts
 from mpkit.strategies.models.own_draws import OwnDraws, TokenDraws
 from mpkit.strategies.tensor import ShardedModel, shard_model
-
-AttentionOver = Callable[..., AbstractContextManager[Any]]
-"""Makes the context manager of a forward from what counts the pairs of a query and a key."""
 
 
 def localize(
@@ -53,21 +51,22 @@ def localize(
         )
     # Where tp is folded, its ranks are replicas of experts, whose gradients are summed over these; with etp = tp each
     # rank has seen all tokens of its part.
-    partial = sharded.partial - experts.keys() if plan.etp else sharded.partial
+    sums = sharded.partial - experts.keys() if plan.etp else sharded.partial
     shards, along = sharded.shards | experts, dict.fromkeys(experts, "ep")
-    sharded = replace(sharded, shards=shards, along=along, partial=partial)
+    sharded = replace(sharded, shards=shards, along=along, partial=sums)
     # ---- positions
     if cp.size > 1:
         shift_positions(model, cp, plan.cp_order)
         sharded.draws.around = (f"context on {cp.index}",)
-    return sharded
+    # ---- attention
+    attention: Callable[..., AbstractContextManager[Any]] = nullcontext
+    if cp.size > 1:
+        attention = partial(ContextParallel, cp, plan.cp_order, sharded.draws, plan.cp_method == "ulysses")
+    elif sequence and tp.size > 1:
+        attention = partial(_draw_for_tokens, sharded.draws)
+    return replace(sharded, attention=attention)
 
 
-def attention_over(plan: Plan, group_of: Callable[[str], Communicator], draws: OwnDraws) -> AttentionOver:
-    """Return the context manager of forwards on divided tokens: attention over whole sequences, and the same random
-    numbers on all ranks if they are drawn for no token.
-    """
-    if plan.cp > 1:
-        return partial(ContextParallel, group_of("cp"), plan.cp_order, draws, plan.cp_method == "ulysses")
-    divided = plan.sequence_parallel and plan.tp > 1
-    return lambda attended=None: TokenDraws(draws) if divided else nullcontext()
+def _draw_for_tokens(draws: OwnDraws, attended: object = None) -> TokenDraws:
+    """Return the context of a forward in which all ranks draw alike what is drawn for no token."""
+    return TokenDraws(draws)

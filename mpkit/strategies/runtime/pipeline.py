@@ -38,7 +38,6 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.partition.value import Route
-from mpkit.strategies.runtime.local_model import attention_over
 from mpkit.strategies.runtime.stage_messages import StageMessages
 from mpkit.strategies.stage.gradient_sync import GradientSync
 
@@ -79,8 +78,7 @@ class Pipeline:
         self._forwards: dict[int, StageForward] = {}
         self._work: dict[int, StageWork] = {}
         for s, stage in sync.stages.items():
-            attention = attention_over(job.plan, axes.communicator_of, stage.sharded.draws)
-            forward = self._forwards[s] = forward_of(context, job, stage, attention)
+            forward = self._forwards[s] = forward_of(context, job, stage, stage.sharded.attention)
             forward.evaluates = evaluates
             self._work[s] = StageWork(context, job, stage, forward, sync)
         self._last = schedule.stages - 1

@@ -11,7 +11,8 @@ Experts can be divided along two axes: the experts along ep, and the features of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -102,6 +103,7 @@ class ShardedModel:
         plan: the applied plan, with the model's own names.
         draws: where this rank draws random numbers of its own.
         along: the axis of shards that do not lie along tp, by the same names: "ep" for experts.
+        attention: makes the context manager of a forward from what counts the pairs of a query and a key.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class ShardedModel:
     plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
     draws: OwnDraws = field(default_factory=OwnDraws, compare=False)
     along: Mapping[str, str] = field(default_factory=dict)
+    attention: Callable[..., AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
 
     @property
     def experts(self) -> frozenset[str]:
